@@ -19,17 +19,15 @@ _writes: dict[Location, BackgroundWrite] = {}
 
 
 class BackgroundWrite:
-    """One write in a thread; the end of the interpreter waits for it."""
+    """One write in a thread, to a location or into a folder where none is under way; the interpreter's end waits."""
 
     def __init__(self, location: Location, work: Callable[[], None]) -> None:
-        self._location = location
+        self._location, self._work = location, work
         self.error: BaseException | None = None
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, args=(work,), name="distman-checkpoint", daemon=False)
+        self._thread = threading.Thread(target=self._run, name="distman-checkpoint", daemon=False)
         self._unregister = register(self.end)
-
-    def start(self) -> None:
-        _writes[self._location] = self
+        _writes[location] = self
         try:
             self._thread.start()
         except BaseException:
@@ -63,58 +61,47 @@ class BackgroundWrite:
                 "the background save to %s failed: %r. The previous one is still there", self._location, self.error
             )
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self) -> None:
         try:
-            work()
+            self._work()
             self.forget()
         except BaseException as error:  # noqa: BLE001 - it is raised where the program waits, or logged at the end
             self.error = error
 
 
-def start(location: Location, work: Callable[[], None]) -> BackgroundWrite:
-    """Start a write in the background, to a location or into a folder where none is under way."""
-    write = BackgroundWrite(location, work)
-    write.start()
-    return write
-
-
 def join(location: Location) -> None:
-    if location in _writes:
-        _writes[location].join()
-
-
-def finish_before_reading(location: Location) -> None:
-    """Wait for the writes to a location and the folders it is in; an error not raised yet is a CheckpointError."""
-    for written, under_way in list(_writes.items()):
-        if written.storage is location.storage and f"{location.place}/".startswith(f"{written.place}/"):
-            under_way.join()
-    write = _writes.get(location)
-    if write is not None and write.error is not None:
-        write.forget()
-        raise CheckpointError(
-            f"the background save to {location} failed: {type(write.error).__name__}: {write.error}. What is there was "
-            "saved before: load again to get it, or save again."
-        ) from write.error
+    """Wait for the last write to a location, however it ends."""
+    if write := _writes.get(location):
+        write.join()
 
 
 def wait(location: Location) -> None:
     """Wait for the last write to a location; raise its error if that has not been raised yet."""
-    write = _writes.get(location)
-    if write is not None:
+    if write := _writes.get(location):
         write.wait()
+
+
+def finish_before_reading(location: Location) -> None:
+    """Wait for the writes to a location and the folders it is in; an error not raised yet is a CheckpointError."""
+    for written, write in list(_writes.items()):
+        if written.storage is location.storage and f"{location.place}/".startswith(f"{written.place}/"):
+            write.join()
+    _raise_error(location, "What is there was saved before: load again to get it, or save again.")
 
 
 def refuse_after_failure(location: Location) -> None:
     """Wait for the last write to a location, as the next one has to; an error not raised yet is a CheckpointError."""
+    join(location)
+    _raise_error(location, "Nothing was saved this time either: remove the cause and save again.")
+
+
+def _raise_error(location: Location, consequence: str) -> None:
     write = _writes.get(location)
-    if write is None:
-        return
-    write.join()
-    if write.error is not None:
+    if write is not None and write.error is not None:
         write.forget()
         raise CheckpointError(
-            f"the previous background save to {location} failed: {type(write.error).__name__}: {write.error}. Nothing "
-            "was saved this time either: remove the cause and save again."
+            f"the previous background save to {location} failed: {type(write.error).__name__}: {write.error}. "
+            f"{consequence}"
         ) from write.error
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import operator
 import os
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -18,8 +18,8 @@ from distman._base.text import printable
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._location import Location, locate
-from distman.checkpoint._single_file import target_device
-from distman.checkpoint._state import check_state, copy_to_host, read_state, write_state
+from distman.checkpoint._single_file import save_in, target_device
+from distman.checkpoint._state import read_state
 from distman.checkpoint._storage import METADATA
 from distman.decorators import on_rank
 from distman.errors import CheckpointError, RankFailedError
@@ -71,6 +71,7 @@ class CheckpointFolder:
         self.sharded = sharded
         self._is_background = background
         self._suffix = "" if sharded else _SUFFIX
+        self._latest_link, self._best_link = f"latest{self._suffix}", f"best{self._suffix}"
 
     def save(self, state: object, step: int, *, is_best: bool = False, good: Collection[int] = ()) -> None:
         """Save a state as the checkpoint of a step, then remove those that are not kept.
@@ -97,7 +98,11 @@ class CheckpointFolder:
             ('checkpoint-00000001.pt', 'checkpoint-00000002.pt')
         """
         if self.sharded:
-            self._save_parts(state, step, is_best=is_best, good=good)
+            from distman.checkpoint._sharded import save_in as save_parts_in  # torch's part of it takes a second
+
+            location, tidy = self._begin(step, is_best=is_best, good=good)
+            on_rank(0)(self._prepare)()
+            save_parts_in(state, location, self._location, background=self._is_background, then=tidy)
         else:
             on_rank(0)(self._save)(state, step, is_best=is_best, good=good)
 
@@ -110,25 +115,23 @@ class CheckpointFolder:
             Exception: On the rank that could not write the last checkpoint, or its part of a sharded one.
             RankFailedError: On the other ranks, then.
         """
-        wait = functools.partial(in_background.wait, self._location)
-        if self.sharded:
-            on_all_ranks(wait)
-        else:
-            on_rank(0)(wait)()
+        on_all_ranks(in_background.wait, self._location)
 
     def latest(self) -> Path | str | None:
         """Return the path of the checkpoint that was saved last, or None; the same on all ranks.
 
         Collective. Blocking. A write that is under way is waited for.
         """
-        return self._path(on_rank(0, broadcast=True)(self._latest)())
+        names = on_rank(0, broadcast=True)(self._newest_first)()
+        return (self._location / names[0]).path if names else None
 
     def best(self) -> Path | str | None:
         """Return the path of the best checkpoint, or None; the same on all ranks.
 
         Collective. Blocking. A write that is under way is waited for.
         """
-        return self._path(on_rank(0, broadcast=True)(self._best)())
+        name = on_rank(0, broadcast=True)(self._best)()
+        return None if name is None else (self._location / name).path
 
     def load_latest(self, state: dict[str, Any] | None = None, *, device: str | torch.device | None = None) -> Any:
         """Return the state that was saved last, on every rank, or None if there is none.
@@ -181,39 +184,21 @@ class CheckpointFolder:
 
     def _save(self, state: object, step: int, *, is_best: bool, good: Collection[int]) -> None:
         location, tidy = self._begin(step, is_best=is_best, good=good)
-        self._names()
-        in_background.refuse_after_failure(self._location)
-        check_state(state)
-        if self._is_background:
-            write = functools.partial(self._write, copy_to_host(state), location, tidy)
-            in_background.start(self._location, write)
-        else:
-            self._write(state, location, tidy)
-
-    def _write(self, state: object, location: Location, tidy: Callable[[], None]) -> None:
-        self._location.storage.remove_leftovers(self._location.place)
-        write_state(state, location)
-        tidy()
-
-    def _save_parts(self, state: Any, step: int, *, is_best: bool, good: Collection[int]) -> None:
-        from distman.checkpoint._sharded import save_in  # torch's part of it takes a second
-
-        location, tidy = self._begin(step, is_best=is_best, good=good)
-        on_rank(0)(self._names)()
-        on_rank(0)(location.storage.remove_leftovers)(self._location.place)
+        self._prepare()
         save_in(state, location, self._location, background=self._is_background, then=tidy)
 
     def _begin(self, step: int, *, is_best: bool, good: Collection[int]) -> tuple[Location, Callable[[], None]]:
         """Return where the checkpoint of a step goes, and what rank 0 does when it is there."""
-        number = operator.index(step)
-        if number < 0:
+        if operator.index(step) < 0:
             raise ValueError(f"step must be 0 or more, got {step}. Count the steps from 0.")
-        name = self._name(number)
-        return self._location / name, functools.partial(
-            self._tidy, name, is_best=is_best, stays=frozenset(map(self._name, good))
-        )
+        name, stays = self._name(step), {self._name(one) for one in good}
+        return self._location / name, functools.partial(self._tidy, name, is_best=is_best, stays=stays)
 
-    def _tidy(self, name: str, *, is_best: bool, stays: frozenset[str]) -> None:
+    def _prepare(self) -> None:
+        self._names()
+        self._location.storage.remove_leftovers(self._location.place)
+
+    def _tidy(self, name: str, *, is_best: bool, stays: set[str]) -> None:
         """Let the links name a new checkpoint, and remove those that are not kept."""
         storage, folder = self._location.storage, self._location
         storage.link((folder / self._latest_link).place, name)
@@ -225,41 +210,36 @@ class CheckpointFolder:
                 if one.name not in stays:
                     storage.remove((folder / one.name).place)
 
-    @property
-    def _latest_link(self) -> str:
-        return f"latest{self._suffix}"
-
-    @property
-    def _best_link(self) -> str:
-        return f"best{self._suffix}"
-
     def _name(self, step: int) -> str:
         return f"checkpoint-{step:08d}{self._suffix}"
-
-    def _path(self, name: str | None) -> Path | str | None:
-        return None if name is None else (self._location / name).path
-
-    def _latest(self) -> str | None:
-        in_background.join(self._location)
-        return _latest(self._complete(), self._linked(self._latest_link))
 
     def _best(self) -> str | None:
         in_background.join(self._location)
         return self._linked(self._best_link)
 
-    def _names_newest_first(self) -> list[str]:
+    def _newest_first(self) -> list[str]:
+        """Return the names of complete checkpoints, first the linked one, or one saved after it but not yet linked."""
         in_background.join(self._location)
-        complete = self._complete()
-        latest = _latest(complete, self._linked(self._latest_link))
-        others = [one.name for one in sorted(complete, reverse=True) if one.name != latest]
-        return others if latest is None else [latest, *others]
+        found = {one.name: one for one in self._complete()}
+        if not found:
+            return []
+        linked = found.get(self._linked(self._latest_link) or "")
+        if linked is None:
+            latest = max(found.values(), key=lambda one: one.step)
+        else:
+            after = [one for one in found.values() if one.step > linked.step and one.saved_at > linked.saved_at]
+            latest = max([linked, *after])
+        return [latest.name, *(one.name for one in sorted(found.values(), reverse=True) if one != latest)]
 
     def _linked(self, link: str) -> str | None:
         return self._location.storage.linked((self._location / link).place)
 
     def _complete(self) -> list[_Complete]:
-        found = [_Complete(self._saved_at(name), step, name) for name, step in self._names().items()]
-        return [one for one in found if one.saved_at >= 0]
+        found = []
+        for name, step in self._names().items():
+            with contextlib.suppress(FileNotFoundError):  # a folder without its table of contents
+                found.append(_Complete(self._saved_at(name), step, name))
+        return found
 
     def _names(self) -> dict[str, int]:
         """Return names of checkpoints, with their steps; the other kind is refused, else a run would begin anew."""
@@ -274,14 +254,8 @@ class CheckpointFolder:
         return own
 
     def _saved_at(self, name: str) -> int:
-        """Return when a checkpoint was saved; -1 if it is not complete."""
         storage, place = self._location.storage, (self._location / name).place
-        if not self.sharded:
-            return storage.saved_at(place)
-        try:
-            return storage.saved_at(f"{storage.folder(place)}/{METADATA}")
-        except FileNotFoundError:
-            return -1
+        return storage.saved_at(f"{storage.folder(place)}/{METADATA}" if self.sharded else place)
 
     def _reader(self, state: dict[str, Any] | None, device: str | torch.device | None) -> Callable[[Location], Any]:
         if self.sharded != isinstance(state, dict):
@@ -290,21 +264,20 @@ class CheckpointFolder:
                 f"{type(state).__name__}. See load_sharded() for what it holds."
             )
         if state is None:
-            return functools.partial(_read, device=target_device(device))
+            return functools.partial(on_all_ranks, read_state, device=target_device(device))
         return functools.partial(_fill, state)
 
 
 def check_writable(folder: CheckpointFolder) -> None:
     """Write a small file into a folder of checkpoints and remove it: this fails sooner than the first checkpoint."""
-    rank = DistributedManager().rank
-    on_rank(0)(folder._names)()
 
     def write() -> None:
-        location = folder._location / f".writable-{rank}"
+        location = folder._location / f".writable-{DistributedManager().rank}"
         with location.storage.create(location.place) as file:
             file.write(b"\n")
         location.storage.remove(location.place)
 
+    on_rank(0)(folder._names)()
     if folder.sharded:
         on_all_ranks(write)
     else:
@@ -317,27 +290,22 @@ def read_latest(folder: CheckpointFolder, read: Callable[[Location], T]) -> T | 
     What ``read`` raises, it raises on every rank: CheckpointError where the checkpoint is damaged.
     """
     location = folder._location
-    names = on_rank(0, broadcast=True)(folder._names_newest_first)() or []
+    names = on_rank(0, broadcast=True)(folder._newest_first)()
     for name in names[:-1]:
         try:
             return read(location / name)
         except Exception as error:  # noqa: BLE001 - the next line raises it again, or another rank's
-            on_all_ranks(functools.partial(_raise_unless_damaged, error))
+            on_all_ranks(_raise_unless_damaged, error)
             on_rank(0)(_warn)(location / name, error)
     return read(location / names[-1]) if names else None
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class _Complete:
+class _Complete(NamedTuple):
     """A checkpoint that is there; those saved later are greater."""
 
     saved_at: int
     step: int
     name: str
-
-
-def _read(location: Location, *, device: torch.device) -> Any:
-    return on_all_ranks(functools.partial(read_state, location, device))
 
 
 def _fill(state: dict[str, Any], location: Location) -> dict[str, Any]:
@@ -352,16 +320,6 @@ def _raise_unless_damaged(error: Exception) -> None:
     kind = error.error_type if isinstance(error, RankFailedError) else type(error).__name__
     if kind != CheckpointError.__name__:
         raise error
-
-
-def _latest(complete: list[_Complete], link: str | None) -> str | None:
-    """Return the name of the last checkpoint: the linked one, or one that was saved after it but not yet linked."""
-    found = {one.name: one for one in complete}
-    linked = found.get(link or "")
-    if linked is None:
-        return max(found.values(), key=lambda one: one.step).name if found else None
-    after = [one for one in found.values() if one.step > linked.step and one.saved_at > linked.saved_at]
-    return max([linked, *after]).name
 
 
 def _warn(skipped: Location, error: Exception) -> None:

@@ -1,8 +1,7 @@
-"""The parts of one checkpoint, which threads of all ranks write, and how that of rank 0 learns that all are there."""
+"""The parts of one checkpoint, which threads of all ranks write, and how rank 0's thread learns that all are there."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -26,32 +25,12 @@ _PAUSE = 0.1  # seconds between two looks in that time
 _PLACE = "the end of what it saves in the background"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Written:
-    """Where a tensor, or a part of it, or an object is."""
-
-    name: str
-    offset: list[int] | None
-    index: int | None
-    size: int
-    file: str
-    start: int
-    length: int
-
-    @classmethod
-    def of(cls, result: WriteResult) -> _Written:
-        key, place = result.index, result.storage_data
-        offset = None if key.offset is None else list(key.offset)
-        return cls(key.fqn, offset, key.index, result.size_in_bytes, place.relative_path, place.offset, place.length)
-
-    def result(self) -> WriteResult:
-        offset = None if self.offset is None else torch.Size(self.offset)
-        place = storage_info()(self.file, self.start, self.length)
-        return WriteResult(MetadataIndex(self.name, offset, self.index), self.size, place)
+_Row = tuple[str, list[int] | None, int | None, int, str, int, int]
+"""Where a tensor, a part of it, or an object is: name, offset, index, size, file, its beginning there, its length."""
 
 
 class Parts:
-    """What each rank has written of a checkpoint, told over the store under a folder's name that no two saves share.
+    """What each rank has written of a checkpoint, in the store under a folder's name that no two saves share.
 
     Threads take no part in collectives: the calls of the program alone determine the order of these.
     """
@@ -61,17 +40,17 @@ class Parts:
         self._folder = folder
         self._group = None if manager is None else manager._state.job.store_group()
 
-    def bring(self, write: Callable[[], list[WriteResult]]) -> None:
-        """Write this rank's part, not on rank 0, and tell rank 0 what is where, or why it could not be written."""
+    def report(self, write: Callable[[], list[WriteResult]]) -> None:
+        """Write this rank's part, on another rank than 0; report to rank 0 what is where, or why it failed."""
         try:
             results = write()
         except BaseException as error:
-            self.tell(error)
+            self.report_failure(error)
             raise
-        self._say([_Written.of(result) for result in results])
+        self._say([_row_of(result) for result in results])
 
-    def tell(self, error: BaseException) -> None:
-        """Tell rank 0 that the part of this rank, another one, does not come."""
+    def report_failure(self, error: BaseException) -> None:
+        """Report to rank 0 that this rank, another one, writes no part."""
         if self._group is not None and self._group.rank > 0:
             record = FailureRecord.of(error, self._group.rank).to_json()
             self._group.store.compare_set(protocol.failure_of(self._folder), "", record)
@@ -88,14 +67,13 @@ class Parts:
         group.store.delete_keys([failure, *[protocol.part(self._folder, rank) for rank in range(1, group.size)]])
         if error is not None:
             raise FailureRecord.decoded(error, f"why a part of {self._folder} could not be written").to_error()
-        return [[one.result() for one in written] for written in found]
+        return [[_result_of(*row) for row in rows] for rows in found]
 
-    def _say(self, written: list[_Written]) -> None:
+    def _say(self, rows: list[_Row]) -> None:
         if self._group is not None:
-            key = protocol.part(self._folder, self._group.rank)
-            self._group.store.set(key, json.dumps([dataclasses.asdict(one) for one in written]))
+            self._group.store.set(protocol.part(self._folder, self._group.rank), json.dumps(rows))
 
-    def _of(self, rank: int, group: StoreGroup) -> list[_Written]:
+    def _of(self, rank: int, group: StoreGroup) -> list[_Row]:
         key = protocol.part(self._folder, rank)
         is_there = functools.partial(group.store.check, [key])
         until = math.inf
@@ -108,4 +86,17 @@ class Parts:
                 if is_gone or time.monotonic() > until:
                     raise
                 time.sleep(_PAUSE)
-        return decode(group.store.get(key), list[_Written], f"what {group.describe(rank)} has written")
+        return decode(group.store.get(key), list[_Row], f"what {group.describe(rank)} has written")
+
+
+def _row_of(result: WriteResult) -> _Row:
+    key, place = result.index, result.storage_data
+    offset = None if key.offset is None else list(key.offset)
+    return key.fqn, offset, key.index, result.size_in_bytes, place.relative_path, place.offset, place.length
+
+
+def _result_of(
+    name: str, offset: list[int] | None, index: int | None, size: int, file: str, start: int, length: int
+) -> WriteResult:
+    key = MetadataIndex(name, None if offset is None else torch.Size(offset), index)
+    return WriteResult(key, size, storage_info()(file, start, length))

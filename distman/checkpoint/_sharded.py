@@ -116,21 +116,17 @@ def save_in(
         made.append(location.storage.new_folder(location.place))
         return made[0].path
 
-    on_all_ranks(functools.partial(_check, state, written_to))
-    try:
+    on_all_ranks(_check, state, written_to)
+    with _discarded_on_error(made):
         temporary = str(on_rank(0, broadcast=True)(prepare)())
         if background:
             writer = _StagingWriter(temporary, location.storage)
-            on_all_ranks(functools.partial(_run, functools.partial(_write, state, writer)))
-            write = on_all_ranks(functools.partial(_start, writer, Parts(temporary), made, written_to, then))
-            return PendingSave(location.path, functools.partial(on_all_ranks, write.wait))
-        on_all_ranks(functools.partial(_run, functools.partial(_write, state, _Writer(temporary, location.storage))))
+            on_all_ranks(_write, state, writer)
+            write = on_all_ranks(_start, writer, Parts(temporary), made, written_to, then)
+            return PendingSave(location.path, write)
+        on_all_ranks(_write, state, _Writer(temporary, location.storage))
         on_rank(0)(_publish)(made, then)
         return None
-    except BaseException:  # including KeyboardInterrupt: nothing half-written stays
-        for folder in made:
-            folder.discard()
-        raise
 
 
 def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -161,17 +157,19 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load_from(state: dict[str, Any], location: Location) -> None:
-    on_rank(0)(location.storage.folder)(location.place)  # one rank puts an old folder back where that is needed
-    folder = Location(location.storage, on_all_ranks(functools.partial(location.storage.folder, location.place)))
-    metadata = on_all_ranks(functools.partial(read_metadata, folder))
-    on_all_ranks(functools.partial(_run, functools.partial(_read, state, folder, metadata)))
+    on_all_ranks(_read, state, *_folder_and_metadata(location))
 
 
 def saved_tensors(location: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    folder = Location(location.storage, on_all_ranks(functools.partial(location.storage.folder, location.place)))
-    metadata = on_all_ranks(functools.partial(read_metadata, folder))
-    tensors = {n: one for n, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}
+    entries = _folder_and_metadata(location)[1].state_dict_metadata
+    tensors = {name: one for name, one in entries.items() if isinstance(one, TensorStorageMetadata)}
     return {name: (one.size, one.properties.dtype) for name, one in tensors.items()}
+
+
+def _folder_and_metadata(location: Location) -> tuple[Location, Metadata]:
+    on_rank(0)(location.storage.folder)(location.place)  # one rank puts an old folder back where that is needed
+    folder = Location(location.storage, on_all_ranks(location.storage.folder, location.place))
+    return folder, on_all_ranks(read_metadata, folder)
 
 
 class _Files(FileSystemBase):
@@ -308,8 +306,9 @@ def _check(state: dict[str, Any], written_to: Location) -> None:
 
 
 def _write(state: dict[str, Any], writer: _Writer) -> None:
-    with _quiet_on_one_process():
-        checkpoint.save(state, storage_writer=writer, planner=_SavePlanner(), no_dist=_is_one_process())
+    error = _error_of(checkpoint.save, state, storage_writer=writer, planner=_SavePlanner())
+    if error is not None:
+        raise error
 
 
 def _publish(made: list[NewFolder], then: Callable[[], None]) -> None:
@@ -322,9 +321,9 @@ def _start(
 ) -> BackgroundWrite:
     """Start this rank's thread; that of rank 0 takes over the new folder."""
     try:
-        write = in_background.start(written_to, functools.partial(_write_part, writer, parts, made[:], then))
+        write = BackgroundWrite(written_to, functools.partial(_write_part, writer, parts, made[:], then))
     except BaseException as error:
-        parts.tell(error)
+        parts.report_failure(error)
         raise
     made.clear()
     return write
@@ -332,61 +331,46 @@ def _start(
 
 def _write_part(writer: _StagingWriter, parts: Parts, made: list[NewFolder], then: Callable[[], None]) -> None:
     if not made:
-        parts.bring(writer.write)
+        parts.report(writer.write)
         return
-    try:
+    with _discarded_on_error(made):
         try:
             own = writer.write()
-        finally:  # who goes on writing would put a folder back that has been discarded
+        finally:  # a rank that goes on writing would put a folder back that has been discarded
             others = parts.of_others()
         writer.write_contents([own, *others])
         _publish(made, then)
-    except BaseException:
+
+
+@contextlib.contextmanager
+def _discarded_on_error(made: list[NewFolder]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:  # including KeyboardInterrupt: nothing half-written stays
         for folder in made:
             folder.discard()
         raise
 
 
 def _read(state: dict[str, Any], folder: Location, metadata: Metadata) -> None:
-    try:
-        with _quiet_on_one_process():
-            checkpoint.load(
-                state, storage_reader=_Reader(folder, metadata), planner=_Planner(), no_dist=_is_one_process()
-            )
-    except CheckpointException as failure:
-        error = _own_error(failure)
-        if error is None or isinstance(error, OSError | MemoryError | torch.OutOfMemoryError):
-            raise
+    error = _error_of(checkpoint.load, state, storage_reader=_Reader(folder, metadata), planner=_Planner())
+    if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError):
+        raise error
+    if error is not None:
         raise CheckpointError(
             f"{folder} is damaged or does not fit the state: {reason_of(error)}. Load it into a state of the same "
             "names and shapes, or load another one."
         ) from error
 
 
-def _run(work: Callable[[], None]) -> None:
-    """Do something through torch, which tells all ranks of an error on one; go on here if it is not this rank's."""
+def _error_of(call: Callable[..., None], state: dict[str, Any], **options: Any) -> BaseException | None:
+    """Let torch save or load; return this rank's error, not those of others, of which torch tells all ranks."""
+    manager = DistributedManager.find()
+    rank, is_alone = (0, True) if manager is None else (manager.rank, not manager.distributed)
     try:
-        work()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=NO_JOB_WARNING)
+            call(state, no_dist=is_alone, **options)  # alone, whatever process group other code has made
     except CheckpointException as failure:
-        error = _own_error(failure)
-        if error is not None:
-            raise error from None
-
-
-def _own_error(failure: CheckpointException) -> BaseException | None:
-    manager = DistributedManager.find()
-    rank = manager.rank if manager is not None else 0
-    return failure.failures[rank][0] if rank in failure.failures else None
-
-
-def _is_one_process() -> bool:
-    """Return whether this process saves and loads by itself, whatever process group other code has made."""
-    manager = DistributedManager.find()
-    return manager is None or not manager.distributed
-
-
-@contextlib.contextmanager
-def _quiet_on_one_process() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=NO_JOB_WARNING)
-        yield
+        return failure.failures[rank][0] if rank in failure.failures else None
+    return None

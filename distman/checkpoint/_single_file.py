@@ -33,9 +33,8 @@ class PendingSave:
         {'step': 7}
     """
 
-    def __init__(self, path: Path | str, wait: Callable[[], None]) -> None:
-        self.path = path
-        self._wait = wait
+    def __init__(self, path: Path | str, write: BackgroundWrite | None) -> None:
+        self.path, self._write = path, write
 
     def wait(self) -> None:
         """Return when the checkpoint is complete and on the disk.
@@ -47,7 +46,11 @@ class PendingSave:
                 there.
             RankFailedError: On the other ranks, then.
         """
-        self._wait()
+        on_all_ranks(self._wait)
+
+    def _wait(self) -> None:
+        if self._write is not None:
+            self._write.wait()
 
 
 @overload
@@ -101,32 +104,35 @@ def save(
     location = locate(path)
     if local and background:
         raise ValueError("background must be False for a local save, got True. Leave one of them out.")
-    if local:
-        _save_now(state, location)
-        return None
-    if not background:
-        on_rank(0)(_save_now)(state, location)
-        return None
-    started: list[BackgroundWrite] = []
-    on_rank(0)(_save_later)(state, location, started)
-
-    def wait_on_rank_0() -> None:
-        started[0].wait()
-
-    return PendingSave(location.path, on_rank(0)(wait_on_rank_0))
+    save_here = save_in if local else on_rank(0)(save_in)
+    write = save_here(state, location, location, background=background)
+    return PendingSave(location.path, write) if background else None
 
 
-def _save_now(state: object, location: Location) -> None:
-    in_background.refuse_after_failure(location)
+def save_in(
+    state: object,
+    location: Location,
+    written_to: Location,
+    *,
+    background: bool,
+    then: Callable[[], None] = lambda: None,
+) -> BackgroundWrite | None:
+    """Write this process's state to a file, and do something when it is there.
+
+    One write at a time may go to ``written_to``: the file, or the folder that it is in.
+    """
+    in_background.refuse_after_failure(written_to)
     check_state(state)
+
+    def write(checked: object) -> None:
+        write_state(checked, location)
+        then()
+
+    if background:
+        return BackgroundWrite(written_to, functools.partial(write, copy_to_host(state)))
     with under_way():
-        write_state(state, location)
-
-
-def _save_later(state: object, location: Location, started: list[BackgroundWrite]) -> None:
-    in_background.refuse_after_failure(location)
-    check_state(state)
-    started.append(in_background.start(location, functools.partial(write_state, copy_to_host(state), location)))
+        write(state)
+    return None
 
 
 def load(path: str | os.PathLike[str], *, device: str | torch.device | None = None) -> Any:
@@ -152,7 +158,7 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
         {'weight': tensor([1., 1.], dtype=torch.bfloat16)}
     """
     on_rank(0)(in_background.finish_before_reading)(locate(path))
-    return on_all_ranks(functools.partial(read_state, locate(path), target_device(device)))  # it may be a link
+    return on_all_ranks(read_state, locate(path), target_device(device))  # it may be a link
 
 
 def target_device(device: str | torch.device | None) -> torch.device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import os
 from collections import OrderedDict
@@ -87,7 +86,7 @@ def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
         return [_MARK, name]
 
     rest = _map(state, take)
-    on_all_ranks(lambda: check_state(rest))
+    on_all_ranks(check_state, rest)
     contents: dict[str, Any] = {_PARTS: parts}
     if DistributedManager().is_main:
         file = io.BytesIO()
@@ -110,7 +109,7 @@ def read_rest(path: str | os.PathLike[str]) -> Any:
         )
     file = torch.empty(found[_REST][0], dtype=torch.uint8)
     checkpoint.load_sharded({_REST: file}, path)
-    rest = on_all_ranks(functools.partial(read_plain, io.BytesIO(file.numpy().tobytes()), location))
+    rest = on_all_ranks(read_plain, io.BytesIO(file.numpy().tobytes()), location)
 
     def mark(value: Any, _: str) -> Any:
         if type(value) is list and len(value) == 2 and value[0] == _MARK:

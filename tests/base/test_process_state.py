@@ -172,7 +172,7 @@ def test_reset_waits_for_background_writes_and_tells_of_their_errors(tmp_path, c
         goes_on.wait()
         raise OSError("disk full")
 
-    write = _background.start(tmp_path, fail)
+    write = _background.BackgroundWrite(tmp_path, fail)
     goes_on.set()
     reset()
     assert "failed: OSError('disk full')" in caplog.text
