@@ -25,8 +25,8 @@ _TOKEN_BYTES = 8  # random bytes in a temporary name: nothing else tells the hos
 _CURRENT = "current"
 _GENERATION = "saved-"
 
-_writing: set[str] = set()
-"""Temporary names that threads of this process are writing."""
+_OURS = secrets.token_hex(_TOKEN_BYTES)
+"""Stands beside the pid in the temporary names of this process, whose threads may write at the same time."""
 
 
 class FsspecStorage:
@@ -69,12 +69,11 @@ class FsspecStorage:
         return file
 
     def list(self, folder: str) -> list[str]:
-        return [name for name, _ in _entries(*_locate(folder)) if not name.startswith(".")]
+        return [name for name, _ in _entries(folder) if not name.startswith(".")]
 
     def saved_at(self, place: str) -> int:
         """Return the store's time of the last modification; 0 if it keeps none."""
         fs, path = _locate(place)
-        fs.invalidate_cache()
         try:
             return int(fs.modified(path).timestamp() * 1e9)
         except NotImplementedError:
@@ -83,7 +82,6 @@ class FsspecStorage:
     def remove(self, place: str) -> None:
         """Remove the object, or the folder, first what names the one that counts."""
         fs, path = _locate(place)
-        fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             if fs.isdir(path):
                 fs.rm_file(f"{path}/{_CURRENT}")
@@ -92,7 +90,7 @@ class FsspecStorage:
                 fs.rm_file(path)
 
     def remove_leftovers(self, folder: str) -> None:
-        """Remove temporary files of other processes, all of them: nothing here tells whether a writer is alive."""
+        """Remove temporary files of all other processes: nothing here tells whether a writer is alive."""
         _remove_leftovers(folder, ".+")
 
     def link(self, place: str, target: str) -> None:
@@ -102,7 +100,6 @@ class FsspecStorage:
     def linked(self, place: str) -> str | None:
         """Return the name in the object, or its own if it is a checkpoint; None if it leads nowhere."""
         fs, path = _locate(place)
-        fs.invalidate_cache()
         try:
             head = fs.cat_file(path, start=0, end=len(_LINK) + _NAME_BYTES)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -141,7 +138,7 @@ class _Generation:
 
     def _remove_others(self) -> None:
         fs, path = _locate(self._place)
-        for name, kind in _entries(fs, path):
+        for name, kind in _entries(self._place):
             if kind == "directory" and name.startswith(_GENERATION) and name != self._name:
                 fs.rm(f"{path}/{name}", recursive=True)
 
@@ -154,7 +151,9 @@ class _Generation:
 
 
 def _locate(place: str, **options: Any) -> tuple[Any, str]:
+    """Return the file system, which shows what is there now, whatever was listed before; and the path in it."""
     fs, path = fsspec.core.url_to_fs(place, **options)
+    fs.invalidate_cache()
     return fs, path
 
 
@@ -171,11 +170,11 @@ def _parent(place: str) -> str:
     return place.rpartition("/")[0]
 
 
-def _entries(fs: Any, folder: str) -> list[tuple[str, str]]:
-    """Return names and types of what is in a folder, as it is now, whatever was listed before."""
-    fs.invalidate_cache()
+def _entries(folder: str) -> list[tuple[str, str]]:
+    """Return names and types of what is in a folder."""
+    fs, path = _locate(folder)
     try:
-        found = fs.ls(folder, detail=True)
+        found = fs.ls(path, detail=True)
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [(_name(one["name"].rstrip("/")), one["type"]) for one in found]
@@ -196,8 +195,7 @@ def _upload(local: str, place: str) -> None:
     folder, name = _parent(path), _name(path)
     fs.makedirs(folder, exist_ok=True)
     _remove_leftovers(_parent(place), re.escape(name))
-    temporary = f"{folder}/.{name}.{os.getpid()}-{secrets.token_hex(_TOKEN_BYTES)}.tmp"
-    _writing.add(_name(temporary))
+    temporary = f"{folder}/.{name}.{os.getpid()}-{_OURS}{secrets.token_hex(_TOKEN_BYTES)}.tmp"
     try:
         fs.put_file(local, temporary)
         fs.mv(temporary, path)
@@ -208,18 +206,16 @@ def _upload(local: str, place: str) -> None:
                 "does not replace a file. Save to another file system."
             )
     except BaseException:
-        with contextlib.suppress(Exception):  # the first error is the one to know; the next save tries again
+        with contextlib.suppress(Exception):  # the first error is the one to know; the next program tries again
             fs.rm_file(temporary)
         raise
-    finally:
-        _writing.discard(_name(temporary))
 
 
 def _remove_leftovers(folder: str, pattern: str) -> None:
-    """Remove temporary files in a folder, for final names that match a regular expression."""
+    """Remove temporary files of other processes in a folder, for final names that match a regular expression."""
     fs, path = _locate(folder)
-    temporary = re.compile(rf"\.{pattern}\.\d+-[0-9a-f]+\.tmp")
-    for found, _ in _entries(fs, path):
-        if temporary.fullmatch(found) and found not in _writing:
+    temporary = re.compile(rf"\.{pattern}\.(?!{os.getpid()}-{_OURS})\d+-[0-9a-f]+\.tmp")
+    for found, _ in _entries(folder):
+        if temporary.fullmatch(found):
             with contextlib.suppress(FileNotFoundError):
                 fs.rm_file(f"{path}/{found}")

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import glob
 import io
 import os
@@ -22,7 +21,7 @@ from distman.checkpoint._storage import NewFolder
 SCHEMES = ("file", "local")
 """Schemes of URLs that mean a path on this host."""
 
-_LOCK = ".lock"  # ends the name of a locked file beside a temporary folder or link, neither of which can be locked
+_LOCK = ".lock"  # ends the name of a locked file beside a temporary folder
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # what fsync of a folder says on some network file systems
 # What fchmod and fchown say on FUSE and CIFS mounts, where all files have the permissions of the mount; and fchown of
 # owners that are not this user, or that a container does not know.
@@ -51,19 +50,14 @@ class LocalStorage:
             raise IsADirectoryError(f"the place of a file must not be a directory, got {place}. Name a file in it.")
         _make_folder(path.parent)
         _remove_leftovers(path.parent, glob.escape(path.name))
-        temporaries: list[Path] = []
-        try:  # around the creation too: another rank's failure may be raised as soon as the file is there
-            with _create_locked(path, temporaries) as file:
+        try:
+            with _locked_beside(path) as (file, temporary):
                 _keep_mode(file.fileno(), path)  # first: what is private is so while it is written, too
                 yield file
                 os.fsync(file.fileno())
-                temporaries[-1].replace(path)
-        except BaseException as error:
-            for temporary in temporaries:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-            if isinstance(error, OSError) and error.filename is None:
-                error.filename = place
+                temporary.replace(path)
+        except OSError as error:
+            error.filename = error.filename or place
             raise
         _sync_folder(path.parent)
 
@@ -85,8 +79,8 @@ class LocalStorage:
         """Remove the file or link; a folder is no checkpoint any more before the first of its files goes."""
         path = Path(place)
         if path.is_dir() and not path.is_symlink():
-            _remove_old(path)
-            _rename_and_remove(path, _beside(path))
+            _remove_folder(_old(path), path)
+            _remove_folder(path, path)
         else:
             path.unlink(missing_ok=True)
 
@@ -95,17 +89,18 @@ class LocalStorage:
         _remove_leftovers(Path(folder), "*")
 
     def link(self, place: str, target: str) -> None:
-        link = Path(place)
-        lock = _LockBeside(link)
+        link, temporary = Path(place), _beside(Path(place))
+        is_linked = False
         try:
-            lock.temporary.symlink_to(target)
-            lock.temporary.replace(link)
+            while not is_linked:
+                temporary.symlink_to(target)
+                with contextlib.suppress(FileNotFoundError):  # another writer may have removed it as a leftover
+                    temporary.replace(link)
+                    is_linked = True
         except BaseException:
             with contextlib.suppress(OSError):
-                lock.temporary.unlink()
+                temporary.unlink()
             raise
-        finally:
-            lock.release()
         _sync_folder(link.parent)
 
     def linked(self, place: str) -> str | None:
@@ -126,22 +121,27 @@ class LocalStorage:
 
 
 class _FolderBeside:
-    """A folder that is filled beside its place, and exchanged with the one there when it is complete."""
+    """A folder that is filled beside its place, and exchanged with the one there when it is complete.
+
+    It cannot be locked, so a locked file stands beside it, from before it is made until it has its place.
+    """
 
     def __init__(self, place: Path) -> None:
         _make_folder(place.parent)
-        self._place = place
         _put_back(place)
         _remove_leftovers(place.parent, glob.escape(place.name))
-        self._lock = _LockBeside(place)
-        self._folder = self._lock.temporary
-        self.path = str(self._folder)
+        self._place = place
+        self._end = contextlib.ExitStack()
         try:
+            _, lock = self._end.enter_context(_locked_beside(place, _LOCK))
+            self._folder = lock.with_name(lock.name.removesuffix(_LOCK))
+            self.path = str(self._folder)
+            self._end.callback(shutil.rmtree, self._folder, ignore_errors=True)
             self._folder.mkdir()
             with _opened(self._folder) as descriptor:
                 _keep_mode(descriptor, place, also=stat.S_IRWXU)  # it has yet to be filled
         except BaseException:  # another rank's failure too
-            self._remove()
+            self._end.close()
             raise
 
     def publish(self) -> None:
@@ -149,58 +149,38 @@ class _FolderBeside:
         if not self._place.exists():
             self._folder.rename(self._place)
         elif not _exchange(self._folder, self._place):
-            _remove_old(self._place)
+            _remove_folder(_old(self._place), self._place)
             self._place.rename(_old(self._place))
             self._folder.rename(self._place)
         _sync_folder(self._place.parent)
-        self._remove()
-        _remove_old(self._place)
+        self._end.close()  # the folder that was in the place has the temporary name now
+        _remove_folder(_old(self._place), self._place)
 
     def discard(self) -> None:
-        self._remove()
+        self._end.close()
         _put_back(self._place)
 
-    def _remove(self) -> None:
-        """Remove what has the temporary name: a folder that is not complete, or the one that was in the place."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._lock.release()
 
-
-class _LockBeside:
-    """A locked file beside a place, there before the folder or link that it stands for and until that has its place."""
-
-    def __init__(self, place: Path) -> None:
-        tried: list[Path] = []
-        try:
-            self._file = _create_locked(place, tried, suffix=_LOCK)
-        except BaseException:  # another rank's failure too
-            for path in tried:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-            raise
-        self._path = tried[-1]
-        self.temporary = _locked_by(self._path)
-
-    def release(self) -> None:
-        with contextlib.suppress(OSError):  # what stays is a leftover, which the next save removes
-            self._path.unlink()
-        self._file.close()
-
-
-def _create_locked(path: Path, temporaries: list[Path], *, suffix: str = "") -> io.FileIO:
-    """Return a new temporary file beside a path, locked, so that others see that its writer is alive.
+@contextlib.contextmanager
+def _locked_beside(path: Path, suffix: str = "") -> Iterator[tuple[io.FileIO, Path]]:
+    """A new temporary file beside a path, locked, so that others see that its writer is alive; removed at the end.
 
     Between the creation and the lock another writer may take it for abandoned and remove it: then the next one is made,
-    with another name, since that writer may be about to remove the first one. Each name is in ``temporaries`` before
-    there is a file.
+    with another name, since that writer may be about to remove the first one.
     """
-    while True:
-        temporaries.append(_beside(path, suffix))
-        file = temporaries[-1].open("xb", buffering=0)
-        _lock(file)
-        if temporaries[-1].exists():
-            return file
-        file.close()
+    temporaries: list[Path] = []  # each is noted before it exists: a failure may be raised as soon as it does
+    try:
+        while True:
+            temporaries.append(_beside(path, suffix))
+            with temporaries[-1].open("xb", buffering=0) as file:
+                _lock(file)
+                if temporaries[-1].exists():
+                    yield file, temporaries[-1]
+                    return
+    finally:
+        for temporary in temporaries:
+            with contextlib.suppress(OSError):  # what stays is a leftover, which the next save removes
+                temporary.unlink()
 
 
 def _keep_mode(descriptor: int, path: Path, *, also: int = 0) -> None:
@@ -209,31 +189,23 @@ def _keep_mode(descriptor: int, path: Path, *, also: int = 0) -> None:
         old = path.stat()
     except FileNotFoundError:
         return
-    changes = (  # in this order: a new owner resets a part of the permissions
-        functools.partial(os.fchown, descriptor, old.st_uid, old.st_gid),
-        functools.partial(os.fchmod, descriptor, stat.S_IMODE(old.st_mode) | also),
-    )
-    for change in changes:
-        try:
-            change()
-        except OSError as error:
-            if error.errno not in _CANNOT_CHANGE:
-                raise
+    with _ignored(_CANNOT_CHANGE):  # before the permissions, of which a new owner resets a part
+        os.fchown(descriptor, old.st_uid, old.st_gid)
+    with _ignored(_CANNOT_CHANGE):
+        os.fchmod(descriptor, stat.S_IMODE(old.st_mode) | also)
 
 
 def _remove_leftovers(folder: Path, pattern: str) -> None:
     """Remove the temporary files and folders of dead writers, for final names that match a pattern of ``glob``."""
-    for leftover in folder.glob(f".{pattern}.*.tmp"):
-        if not leftover.is_symlink() and not leftover.is_dir():
-            _unlink_abandoned(leftover)
-        elif _unlink_abandoned(_lock_of(leftover)) or not _lock_of(leftover).exists():
-            if leftover.is_symlink():
-                leftover.unlink(missing_ok=True)
-            else:
-                shutil.rmtree(leftover, ignore_errors=True)
     for lock in folder.glob(f".{pattern}.*.tmp{_LOCK}"):
-        if not os.path.lexists(_locked_by(lock)):
-            _unlink_abandoned(lock)
+        _unlink_abandoned(lock)
+    for leftover in folder.glob(f".{pattern}.*.tmp"):
+        if leftover.is_symlink():
+            leftover.unlink(missing_ok=True)
+        elif not leftover.is_dir():
+            _unlink_abandoned(leftover)
+        elif not leftover.with_name(f"{leftover.name}{_LOCK}").exists():
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _put_back(place: Path) -> None:
@@ -245,16 +217,12 @@ def _put_back(place: Path) -> None:
         _old(place).rename(place)
 
 
-def _remove_old(place: Path) -> None:
-    """Remove an old folder that has a successor, or whose successor is to be removed."""
-    if _old(place).exists():
-        _rename_and_remove(_old(place), _beside(place))
-
-
-def _rename_and_remove(folder: Path, leftover: Path) -> None:
-    """Remove a folder, which is no checkpoint any more before the first of its files goes."""
-    folder.rename(leftover)
-    shutil.rmtree(leftover, ignore_errors=True)  # what stays is a leftover, which the next save removes
+def _remove_folder(folder: Path, place: Path) -> None:
+    """Remove a folder that is or was in a place: it is no checkpoint any more before the first of its files goes."""
+    if folder.exists():
+        leftover = _beside(place)
+        folder.rename(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)  # what stays is a leftover, which the next save removes
 
 
 def _old(place: Path) -> Path:
@@ -263,14 +231,6 @@ def _old(place: Path) -> Path:
 
 def _beside(path: Path, suffix: str = "") -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(_TOKEN_BYTES)}.tmp{suffix}")
-
-
-def _lock_of(temporary: Path) -> Path:
-    return temporary.with_name(f"{temporary.name}{_LOCK}")
-
-
-def _locked_by(lock: Path) -> Path:
-    return lock.with_name(lock.name.removesuffix(_LOCK))
 
 
 def _make_folder(folder: Path) -> None:
@@ -282,12 +242,17 @@ def _make_folder(folder: Path) -> None:
 
 def _sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk, where the file system supports that."""
-    with _opened(folder) as descriptor:
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in _CANNOT_SYNC:
-                raise
+    with _opened(folder) as descriptor, _ignored(_CANNOT_SYNC):
+        os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _ignored(numbers: tuple[int, ...]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in numbers:
+            raise
 
 
 @contextlib.contextmanager
