@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,28 +67,14 @@ def load_model_state(
         [[1.0, 1.0]]
     """
     wrapped_of = {_bare(module, name): name for name in module.state_dict()}
-    bare_of = max(_candidates(module, list(state)), key=lambda names: len(wrapped_of.keys() & names.values()))
-    fitting: OrderedDict[str, Any] = OrderedDict(
-        (wrapped_of.get(bare_of[name], bare_of[name]), value) for name, value in state.items()
-    )
-    _pass_versions_on(module, state, fitting)
+    bare = max(_candidates(module, list(state)), key=lambda bare: len(wrapped_of.keys() & set(map(bare, state))))
+    fitting = OrderedDict((wrapped_of.get(bare(name), bare(name)), value) for name, value in state.items())
+    versions = {bare(f"{name}.").rstrip("."): version for name, version in versions_in(state).items()}
+    if versions:  # of the modules by which the state was saved
+        names = {name: _bare(module, name) for name, _ in module.named_modules(remove_duplicate=False)}
+        set_versions(fitting, OrderedDict((name, versions[one]) for name, one in names.items() if one in versions))
     result = module.load_state_dict(fitting, strict=strict)
     return [_bare(module, name) for name in result.missing_keys], list(result.unexpected_keys)
-
-
-def _pass_versions_on(module: torch.nn.Module, state: Mapping[str, Any], fitting: OrderedDict[str, Any]) -> None:
-    """Tell the modules which versions of themselves a state was saved by."""
-    versions = versions_in(state)
-    if not versions:
-        return
-    modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    bare_of = max(
-        _candidates(module, list(filter(None, versions))),
-        key=lambda names: len({_bare(module, name) for name in modules} & set(names.values())),
-    )
-    bare_versions = {"": versions.get("", {}), **{bare: versions[name] for name, bare in bare_of.items()}}
-    known = ((name, _bare(module, name)) for name in modules)
-    set_versions(fitting, OrderedDict((name, bare_versions[bare]) for name, bare in known if bare in bare_versions))
 
 
 def _bare(module: torch.nn.Module, name: str) -> str:
@@ -106,18 +93,18 @@ def _is_parallel(module: torch.nn.Module | None) -> bool:
     return isinstance(module, DistributedDataParallel | DataParallel)
 
 
-def _candidates(module: torch.nn.Module, names: list[str]) -> Iterator[dict[str, str]]:
-    """Return what names may stand for, the most likely first: themselves, the model's own, without common prefixes."""
-    yield {name: name for name in names}
-    yield {name: _bare(module, name) for name in names}
-    shorter = names
-    while True:
-        yield dict(zip(names, map(without_compiled, shorter), strict=True))
-        prefix = next((prefix for prefix in _PREFIXES if names and all(one.startswith(prefix) for one in shorter)), "")
-        if not prefix:
+def _candidates(module: torch.nn.Module, names: list[str]) -> Iterator[Callable[[str], str]]:
+    """Return what may turn names into a bare model's, the most likely first; all may have prefixes in common."""
+    yield lambda name: name
+    yield functools.partial(_bare, module)
+    prefix = ""
+    while names:
+        yield lambda name, prefix=prefix: without_compiled(name.removeprefix(prefix))
+        longer = [prefix + one for one in _PREFIXES if all(name.startswith(prefix + one) for name in names)]
+        if not longer:
             return
-        shorter = [one.removeprefix(prefix) for one in shorter]
-        yield dict(zip(names, shorter, strict=True))
+        prefix = longer[0]
+        yield lambda name, prefix=prefix: name.removeprefix(prefix)
 
 
 def without_compiled(name: str) -> str:

@@ -33,15 +33,13 @@ _LINE_END = "\n"
 _LEAVES = (str, float, bool, type(None))
 
 
-def check_state(state: object, name: str = "state", *, is_sharded: bool = False) -> None:
+def check_state(
+    value: Any, where: str = "state", *, is_sharded: bool = False, outer: frozenset[int] = frozenset()
+) -> None:
     """Check that a state can be loaded again by a reader that runs no code; an error says where it cannot.
 
-    If it ``is_sharded``, tensors of which each rank has a part are let through.
+    If it ``is_sharded``, tensors of which each rank has a part are let through. ``outer`` are the containers around it.
     """
-    _check(state, name, frozenset(), is_sharded=is_sharded)
-
-
-def _check(value: Any, where: str, outer: frozenset[int], *, is_sharded: bool) -> None:
     kind = type(value)
     if kind in _LEAVES or (kind is int and value.bit_length() <= _MAX_BITS) or _is_plain_tensor(value):
         return
@@ -54,16 +52,16 @@ def _check(value: Any, where: str, outer: frozenset[int], *, is_sharded: bool) -
         return
     if id(value) in outer:
         raise ValueError(f"{where} must not be a part of itself, got the {kind.__name__} around it. Leave it out.")
-    outer |= {id(value)}
+    check = functools.partial(check_state, is_sharded=is_sharded, outer=outer | {id(value)})
     if kind in (dict, OrderedDict):
         for key, item in value.items():
-            _check(key, f"the key {key!r} of {where}", outer, is_sharded=is_sharded)
-            _check(item, f"{where}[{key!r}]", outer, is_sharded=is_sharded)
+            check(key, f"the key {key!r} of {where}")
+            check(item, f"{where}[{key!r}]")
         for attribute, item in getattr(value, "__dict__", {}).items():
-            _check(item, f"{where}.{attribute}", outer, is_sharded=is_sharded)
+            check(item, f"{where}.{attribute}")
     elif kind in (list, tuple):
         for index, item in enumerate(value):
-            _check(item, f"{where}[{index}]", outer, is_sharded=is_sharded)
+            check(item, f"{where}[{index}]")
     else:
         _try(value, where)
 
@@ -139,6 +137,7 @@ class Stream:
     def __init__(self, file: IO[bytes]) -> None:
         self.error: BaseException | None = None
         self._file = file
+        self.tell = file.tell
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Write everything, in as many pieces as the file takes, and return the number of bytes."""
@@ -152,14 +151,10 @@ class Stream:
             raise
         return num_bytes
 
-    def tell(self) -> int:
-        return self._file.tell()
-
     def flush(self) -> None:
         """Leave it to the storage, which flushes and syncs when all is written."""
 
-    def close(self) -> None:
-        """Leave it to the storage, as above."""
+    close = flush
 
 
 @contextlib.contextmanager
