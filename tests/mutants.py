@@ -146,7 +146,7 @@ MUTANTS = (
     *_mutants(
         "data/_batches.py",
         "data/test_batches.py data/test_loaders.py",
-        ("return quotient + (self._rank < rest)", "return quotient + (self._rank <= rest)"),
+        ("(self._rank < num_total % self.num_ranks)", "(self._rank <= num_total % self.num_ranks)"),
         ("-(-self.num_drawn // self.stride)", "self.num_drawn // self.stride"),
         ("position + step * self.stride, self._rank", "position, self._rank"),
     ),

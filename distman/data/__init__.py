@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from distman.data._batches import EvaluationBatches, ShardBatches, TrainingBatches
+from distman.data._batches import EvaluationBatches, SampledBatches, ShardBatches, TrainingBatches
 from distman.data._cached import RankCachedDataset, rank_cached_loader
 from distman.data._distributed_stream import DistributedStream, distributed_stream
 from distman.data._hdf5 import Hdf5Dataset
 from distman.data._loaders import EvaluationLoader, TrainingLoader, default_num_workers, distributed_loader
-from distman.data._sampled_batches import SampledBatches
 
 __all__ = [
     "DistributedStream",

@@ -21,7 +21,6 @@ from distman.topology import split_sizes
 
 Weights = Sequence[float] | torch.Tensor
 
-
 _NO_SAMPLES = "See whether its files were found."
 
 
@@ -30,6 +29,12 @@ class EpochBatches(Sampler[list[int]], abc.ABC):
 
     given: EpochSampler[Any] | None = None
     """What the program has passed to draw with, if anything."""
+    layout: list[int]
+    """What a position refers to; positions saved with another layout do not apply."""
+    num_drawn: int
+    """Position at the end of an epoch."""
+    stride: int
+    """By how much a step advances the position."""
 
     def __init__(self, batch_size: int, seed: int, group: GroupLike) -> None:
         members = resolve_group(group)
@@ -44,9 +49,8 @@ class EpochBatches(Sampler[list[int]], abc.ABC):
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of this rank's samples, a list for each remaining step of the epoch."""
         epoch, position = self._epoch, self._position
-        self.start_at(
-            epoch + 1
-        )  # only when the first batch is requested: a DataLoader may make iterators that it never uses
+        # Only when the first batch is requested: a DataLoader may make iterators that it never uses.
+        self.start_at(epoch + 1)
         for step, part in enumerate(self.parts(epoch, position)):
             yield Batch(part.tolist(), seed_of(self.seed, epoch, position + step * self.stride, self._rank))
 
@@ -66,21 +70,6 @@ class EpochBatches(Sampler[list[int]], abc.ABC):
             [[[4]], [[5]]]
         """
         self._epoch, self._position = epoch, position
-
-    @property
-    @abc.abstractmethod
-    def layout(self) -> list[int]:
-        """What a position refers to; positions saved with another layout do not apply."""
-
-    @property
-    @abc.abstractmethod
-    def num_drawn(self) -> int:
-        """Position at the end of an epoch."""
-
-    @property
-    @abc.abstractmethod
-    def stride(self) -> int:
-        """By how much a step advances the position."""
 
     @abc.abstractmethod
     def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:
@@ -118,68 +107,13 @@ class EpochBatches(Sampler[list[int]], abc.ABC):
         """
 
 
-class _PlannedBatches(EpochBatches):
-    """Batches whose sizes are the same in each epoch."""
-
-    @abc.abstractmethod
-    def _counts_at(self, position: int) -> tuple[int, int]:
-        """Return how many samples of the step at this position are this rank's, and how many it has on all ranks."""
-
-    @abc.abstractmethod
-    def _order(self, epoch: int) -> torch.Tensor:
-        """Return the indices of an epoch in order."""
-
-    @abc.abstractmethod
-    def _part(self, order: torch.Tensor, position: int) -> torch.Tensor:
-        """Return this rank's samples of a step; at least one."""
-
-    def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:  # noqa: ARG002 - the same in each
-        for start in range(position, self.num_drawn, self.stride):
-            yield self._counts_at(start)
-
-    def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
-        order = self._order(epoch)
-        for start in range(position, self.num_drawn, self.stride):
-            yield self._part(order, start)
-
-    def num_own(self, position: int) -> int:
-        """Return how many samples of the step at this position are this rank's; 0 if it takes part with weight 0.
-
-        Local.
-
-        Args:
-            position: Number of samples drawn before, see :meth:`start_at`; of shards, by a rank with the largest one.
-
-        Example on two ranks:
-            >>> batches = TrainingBatches(5, batch_size=2)
-            >>> all_gather_objects([batches.num_own(position) for position in (0, 4)])
-            [[2, 1], [2, 0]]
-        """
-        return self._counts_at(position)[0]
-
-    def num_total(self, position: int) -> int:
-        """Return how many samples the step at this position has on all ranks.
-
-        Local.
-
-        Args:
-            position: As of :meth:`num_own`.
-
-        Example on two ranks:
-            >>> batches = TrainingBatches(5, batch_size=2)
-            >>> [batches.num_total(position) for position in (0, 4)]
-            [4, 1]
-        """
-        return self._counts_at(position)[1]
-
-
-class TrainingBatches(_PlannedBatches):
+class TrainingBatches(EpochBatches):
     """A batch sampler that draws global batches in each epoch, and gives this rank its part of each.
 
     The global batches depend on seed and epoch only, so they are the same on any number of ranks, as long as ranks
     times ``batch_size`` is. All ranks make the same number of steps, and every sample is drawn once per epoch. The
     parts of a batch differ by at most one sample. If the last batch has fewer samples than there are ranks, a rank
-    without a part reads a sample of another rank, and :meth:`num_own` is 0.
+    without a part reads a sample of another rank, and :meth:`counts` says 0.
 
     Args:
         num_samples: Number of samples in the dataset.
@@ -192,6 +126,11 @@ class TrainingBatches(_PlannedBatches):
             :func:`distributed_loader`.
         seed: Seed of the order, the same on all ranks.
         group: The ranks that share the batches: a process group, the name of one, or None for the world.
+
+    Attributes:
+        num_drawn: Position at the end of an epoch, the number of samples that all ranks draw.
+        stride: Number of samples of a full step on all ranks, by which it advances the position.
+        layout: The number of samples: a position saved with another one does not apply.
 
     Raises:
         ValueError: There are no samples, the batch size is less than 1, or the weights are not valid.
@@ -216,31 +155,26 @@ class TrainingBatches(_PlannedBatches):
     ) -> None:
         super().__init__(batch_size, seed, group)
         self._num_samples = at_least_one("the length of the dataset", num_samples, _NO_SAMPLES)
-        self._shuffle, self._drop_last = shuffle, drop_last
+        self._shuffle = shuffle
         if sampler is not None:
             self.given = EpochSampler("sampler", sampler, self.seed)
             self._num_samples = len(self.given)
         self._cumulated = None if weights is None else _cumulate(weights, num_samples)
+        self.layout, self.stride = [self._num_samples], self.batch_size * self.num_ranks
+        self.num_drawn = self._num_samples - (self._num_samples % self.stride if drop_last else 0)
 
-    @property
-    def layout(self) -> list[int]:
-        """The number of samples; a position applies to any number of ranks."""
-        return [self._num_samples]
+    def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:  # noqa: ARG002 - the same in each
+        for start in range(position, self.num_drawn, self.stride):
+            num_total = min(self.stride, self.num_drawn - start)
+            yield num_total // self.num_ranks + (self._rank < num_total % self.num_ranks), num_total
 
-    @property
-    def num_drawn(self) -> int:
-        """Position at the end of an epoch, the number of samples that all ranks draw."""
-        return self._num_samples - (self._num_samples % self.stride if self._drop_last else 0)
-
-    @property
-    def stride(self) -> int:
-        """Number of samples of a full step on all ranks."""
-        return self.batch_size * self.num_ranks
-
-    def _counts_at(self, position: int) -> tuple[int, int]:
-        num_total = min(self.stride, self.num_drawn - position)
-        quotient, rest = divmod(num_total, self.num_ranks)
-        return quotient + (self._rank < rest), num_total
+    def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
+        order = self._order(epoch)
+        for number, (num_own, num_total) in enumerate(self.counts(epoch, position)):
+            quotient, rest = divmod(num_total, self.num_ranks)
+            first = position + number * self.stride
+            start = first + self._rank * quotient + min(self._rank, rest)
+            yield order[start : start + num_own] if num_own else order[first : first + 1]
 
     def _order(self, epoch: int) -> torch.Tensor:
         if self.given is not None:
@@ -253,18 +187,12 @@ class TrainingBatches(_PlannedBatches):
             return torch.randperm(self._num_samples, generator=generator)
         return torch.arange(self._num_samples)
 
-    def _part(self, order: torch.Tensor, position: int) -> torch.Tensor:
-        quotient, rest = divmod(self.num_total(position), self.num_ranks)
-        start = position + self._rank * quotient + min(self._rank, rest)
-        num_own = quotient + (self._rank < rest)
-        return order[start : start + num_own] if num_own else order[position : position + 1]
 
-
-class ShardBatches(_PlannedBatches):
+class ShardBatches(EpochBatches):
     """A batch sampler that draws this rank's batches from its own shard of the dataset.
 
     For samples that are kept on one rank each. All ranks make the same number of steps, and every sample is drawn once
-    per epoch; a rank that has reached the end of its shard reads one of its samples again, and :meth:`num_own` is 0.
+    per epoch; a rank that has reached the end of its shard reads one of its samples again, and :meth:`counts` says 0.
 
     Args:
         sizes: Number of samples of each rank's shard, in rank order. Indices are relative to the shard.
@@ -273,6 +201,11 @@ class ShardBatches(_PlannedBatches):
         drop_last: Drop the steps in which a rank has no full batch.
         seed: Seed of the order, the same on all ranks; each rank draws differently.
         group: The ranks that share the dataset: a process group, the name of one, or None for the world.
+
+    Attributes:
+        num_drawn: Position at the end of an epoch, the number of samples drawn by the rank that draws most.
+        stride: Number of samples of a full step on one rank, by which it advances the position.
+        layout: The sizes of all shards: a position saved with others does not apply.
 
     Raises:
         ValueError: There are no samples, the batch size is less than 1, or the number of sizes is not that of ranks.
@@ -300,42 +233,73 @@ class ShardBatches(_PlannedBatches):
                 "of all shards."
             )
         at_least_one("the length of the dataset", sum(sizes), _NO_SAMPLES)
-        self._sizes: list[int] = list(sizes)
-        self._counts = Counter(
-            self._sizes
-        )  # at most two if balanced, so that num_total does not take longer with more ranks
-        self._shuffle, self._drop_last = shuffle, drop_last
+        self._own_size, self._shuffle = sizes[self._rank], shuffle
+        self._num_shards_of = Counter(sizes)  # two sizes at most if balanced, however many ranks there are
+        self.layout, self.stride = list(sizes), self.batch_size
+        self.num_drawn = min(sizes) // self.batch_size * self.batch_size if drop_last else max(sizes)
 
-    @property
-    def layout(self) -> list[int]:
-        """The sizes of all shards."""
-        return list(self._sizes)
+    def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:  # noqa: ARG002 - the same in each
+        for start in range(position, self.num_drawn, self.stride):
+            num_total = sum(count * self._num_of(size, start) for size, count in self._num_shards_of.items())
+            yield self._num_of(self._own_size, start), num_total
 
-    @property
-    def num_drawn(self) -> int:
-        """Position at the end of an epoch, the number of samples drawn by the rank that draws most."""
-        return min(self._sizes) // self.batch_size * self.batch_size if self._drop_last else max(self._sizes)
-
-    @property
-    def stride(self) -> int:
-        """Number of samples of a full step on one rank."""
-        return self.batch_size
-
-    def _counts_at(self, position: int) -> tuple[int, int]:
-        num_total = sum(count * self._num_of(size, position) for size, count in self._counts.items())
-        return self._num_of(self._sizes[self._rank], position), num_total
+    def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
+        size = max(1, self._own_size)
+        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, self._rank))
+        order = torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
+        for start in range(position, self.num_drawn, self.stride):
+            num_own = self._num_of(self._own_size, start)
+            yield order[start : start + num_own] if num_own else order[:1]
 
     def _num_of(self, size: int, position: int) -> int:
         return min(self.batch_size, max(0, size - position))
 
-    def _order(self, epoch: int) -> torch.Tensor:
-        size = max(1, self._sizes[self._rank])
-        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, self._rank))
-        return torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
 
-    def _part(self, order: torch.Tensor, position: int) -> torch.Tensor:
-        num_own = self._num_of(self._sizes[self._rank], position)
-        return order[position : position + num_own] if num_own else order[:1]
+class SampledBatches(EpochBatches):
+    """A batch sampler that gives each rank every n-th batch of another one, on n ranks.
+
+    All ranks make the same number of steps, and every batch is read once per epoch. In a last step with fewer batches
+    than ranks, a rank without one reads a sample of the first and takes part with weight 0.
+
+    Args:
+        batch_sampler: Yields lists of indices, as many in each epoch as its length; see :func:`distributed_loader`.
+        seed: Seed of what it draws, the same on all ranks.
+        group: The ranks that share the batches: a process group, the name of one, or None for the world.
+
+    Attributes:
+        num_drawn: Position at the end of an epoch, the number of batches.
+        stride: Number of batches in a step, by which it advances the position.
+        layout: The number of batches, marked as such: a position saved with another one does not apply.
+
+    Raises:
+        TypeError: It has no length, or is for one rank already.
+        ValueError: It has no batches.
+
+    Example on two ranks:
+        >>> batches = SampledBatches([[0, 1, 2], [5], [3, 4]])
+        >>> all_gather_objects([*batches])  # the last one of rank 1 has weight 0
+        [[[0, 1, 2], [3, 4]], [[5], [3]]]
+    """
+
+    def __init__(self, batch_sampler: Iterable[Sequence[int]], *, seed: int = 0, group: GroupLike = None) -> None:
+        super().__init__(1, seed, group)
+        self.given: EpochSampler[Sequence[int]] = EpochSampler("batch_sampler", batch_sampler, self.seed)
+        self.num_drawn, self.stride = len(self.given), self.num_ranks
+        self.layout = [0, self.num_drawn]  # marked as a number of batches
+
+    def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:
+        for step in self._steps(epoch, position):
+            yield len(step[self._rank]) if self._rank < len(step) else 0, sum(map(len, step))
+
+    def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
+        for step in self._steps(epoch, position):
+            yield torch.tensor(step[self._rank] if self._rank < len(step) else step[0][:1], dtype=torch.int64)
+
+    def _steps(self, epoch: int, position: int) -> Iterator[list[Sequence[int]]]:
+        batches = self.given.epoch(epoch)
+        if not all(map(len, batches)):
+            raise ValueError("batch_sampler must yield batches with samples, got an empty one. Leave it out.")
+        return (batches[start : start + self.stride] for start in range(position, len(batches), self.stride))
 
 
 class EvaluationBatches(Sampler[list[int]]):

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distman._base.log import logger
 from distman.collectives import GroupLike
-from distman.data._batches import EpochBatches, EvaluationBatches, TrainingBatches, Weights
-from distman.data._sampled_batches import SampledBatches
+from distman.data._batches import EpochBatches, EvaluationBatches, SampledBatches, TrainingBatches, Weights
 from distman.data._streams import SeededDataset
 from distman.manager import DistributedManager
 

@@ -19,9 +19,9 @@ def epochs(batches, number):
 
 def shares(batches):
     """Return how many samples are each rank's own at each step, as all ranks see them."""
-    positions = range(0, batches.num_drawn, batches.stride)
-    own = all_gather_objects([batches.num_own(position) for position in positions])
-    totals = [batches.num_total(position) for position in positions]
+    counts = list(batches.counts(epoch=0))
+    own = all_gather_objects([num_own for num_own, _ in counts])
+    totals = [num_total for _, num_total in counts]
     assert [sum(step) for step in zip(*own, strict=True)] == totals
     return own
 
