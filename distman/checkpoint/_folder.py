@@ -73,7 +73,7 @@ class CheckpointFolder:
         self._suffix = "" if sharded else _SUFFIX
         self._latest_link, self._best_link = f"latest{self._suffix}", f"best{self._suffix}"
 
-    def save(self, state: object, step: int, *, is_best: bool = False, good: Collection[int] = ()) -> None:
+    def save(self, state: Any, step: int, *, is_best: bool = False, good: Collection[int] = ()) -> None:
         """Save a state as the checkpoint of a step, then remove those that are not kept.
 
         Collective. Blocking, as :func:`save` and :func:`save_sharded` are. A write that is still under way is waited
@@ -264,7 +264,8 @@ class CheckpointFolder:
                 f"{type(state).__name__}. See load_sharded() for what it holds."
             )
         if state is None:
-            return functools.partial(on_all_ranks, read_state, device=target_device(device))
+            target = target_device(device)
+            return lambda location: on_all_ranks(read_state, location, target)
         return functools.partial(_fill, state)
 
 

@@ -99,12 +99,16 @@ def _candidates(module: torch.nn.Module, names: list[str]) -> Iterator[Callable[
     yield functools.partial(_bare, module)
     prefix = ""
     while names:
-        yield lambda name, prefix=prefix: without_compiled(name.removeprefix(prefix))
+        yield functools.partial(_without, prefix, and_compiled=True)
         longer = [prefix + one for one in _PREFIXES if all(name.startswith(prefix + one) for name in names)]
         if not longer:
             return
         prefix = longer[0]
-        yield lambda name, prefix=prefix: name.removeprefix(prefix)
+        yield functools.partial(_without, prefix, and_compiled=False)
+
+
+def _without(prefix: str, name: str, *, and_compiled: bool) -> str:
+    return without_compiled(name.removeprefix(prefix)) if and_compiled else name.removeprefix(prefix)
 
 
 def without_compiled(name: str) -> str:

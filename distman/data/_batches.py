@@ -16,12 +16,19 @@ from distman._base.seeds import seed_of
 from distman.collectives import GroupLike
 from distman.collectives._validation import resolve_group
 from distman.data._sampling import EpochSampler, at_least_one
-from distman.data._streams import Batch
 from distman.topology import split_sizes
 
 Weights = Sequence[float] | torch.Tensor
 
 _NO_SAMPLES = "See whether its files were found."
+
+
+class Batch(list[int]):
+    """Indices of samples, and the seed of the random numbers used while they are read."""
+
+    def __init__(self, indices: Iterable[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
 
 
 class EpochBatches(Sampler[list[int]], abc.ABC):

@@ -95,9 +95,8 @@ class _CachedEvaluationLoader(EvaluationLoader):
     """An EvaluationLoader that takes each batch out of memory at once."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises an iterator of its own
-        size = self.batches.batch_size
-        starts = range(0, len(self.batches.own), size)
-        return (self.dataset[torch.arange(start, min(start + size, len(self.batches.own)))] for start in starts)
+        parts = torch.split(torch.arange(len(self.batches.own)), self.batches.batch_size)
+        return (self.dataset[part] for part in parts if len(part))
 
 
 def rank_cached_loader(

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from distman._base.log import logger
+from distman._base.seeds import seed_generators
 from distman.collectives import GroupLike
-from distman.data._batches import EpochBatches, EvaluationBatches, SampledBatches, TrainingBatches, Weights
-from distman.data._streams import SeededDataset
+from distman.data._batches import Batch, EpochBatches, EvaluationBatches, SampledBatches, TrainingBatches, Weights
 from distman.manager import DistributedManager
 
 
@@ -276,9 +276,9 @@ def distributed_loader(
     }
     source = SeededDataset(dataset) if options["num_workers"] else dataset
     if evaluation:
-        given = {"weights": weights, "sampler": sampler, "batch_sampler": batch_sampler}
-        are_given = {name: value is not None for name, value in given.items()}
-        check_for_evaluation(shuffle=shuffle, drop_last=drop_last, **are_given)
+        check_for_evaluation(
+            shuffle=shuffle, drop_last=drop_last, weights=weights, sampler=sampler, batch_sampler=batch_sampler
+        )
         return EvaluationLoader(source, EvaluationBatches(length, batch_size, group=group), **options)
     if batch_sampler is not None:
         return TrainingLoader(source, SampledBatches(batch_sampler, seed=seed, group=group), **options)
@@ -293,6 +293,35 @@ def distributed_loader(
         group=group,
     )
     return TrainingLoader(source, batches, **options)
+
+
+class SeededDataset(Dataset[Any]):
+    """Seeds the worker processes of a loader for each batch that they read.
+
+    Random transforms then depend neither on the number of workers nor on what a worker has read before, and a resumed
+    run repeats them. In the process of the rank itself nothing is seeded.
+    """
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset which epoch is read, if it wants to know."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare a length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        if isinstance(indices, Batch) and get_worker_info() is not None:
+            seed_generators(indices.seed)
+        if hasattr(self.dataset, "__getitems__"):
+            return self.dataset.__getitems__(indices)
+        return [self.dataset[index] for index in indices]
 
 
 def _check_sampling(**options: Any) -> None:
@@ -337,8 +366,8 @@ def length_of(dataset: Dataset[Any]) -> int:
     return len(dataset)
 
 
-def check_for_evaluation(**of_training: bool | None) -> None:
+def check_for_evaluation(**of_training: object) -> None:
     """Refuse options that are for training only, where they were given."""
-    given = [name for name, value in of_training.items() if value]
+    given = [name for name, value in of_training.items() if value is not None and value is not False]
     if given:
         raise TypeError(f"{given[0]} must be left out for evaluation: each sample is read once, in order.")

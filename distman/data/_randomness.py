@@ -49,29 +49,9 @@ def generators_preserved() -> Iterator[None]:
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
-def generators_of(loader: object) -> dict[str, Generator]:
-    """Return the generators that a loader, its samplers and its dataset hold, by where they are."""
-    found: dict[str, Generator] = {}
-    _find(loader, "", found, set())
-    return found
-
-
-def _find(holder: object, path: str, found: dict[str, Generator], seen: set[int]) -> None:
-    for name, value in getattr(holder, "__dict__", {}).items():
-        if id(value) in seen:
-            continue
-        if isinstance(value, Generator):
-            found[f"{path}{name}"] = value
-        elif not isinstance(value, DataLoader | Dataset | Sampler):
-            continue
-        seen.add(id(value))
-        if not isinstance(value, Generator):
-            _find(value, f"{path}{name}.", found, seen)
-
-
 def seed_generators_of(holder: object, seed: int) -> None:
     """Seed the generators that a sampler holds, and those of its own samplers and dataset."""
-    for generator in generators_of(holder).values():
+    for _, generator in _generators_of(holder, "", set()):
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed)
         elif isinstance(generator, random.Random):
@@ -82,14 +62,27 @@ def seed_generators_of(holder: object, seed: int) -> None:
             generator.seed(seed % 2**32)
 
 
-def states_of(generators: Mapping[str, Generator]) -> dict[str, Any]:
-    return {name: _state_of(generator) for name, generator in generators.items()}
+def states_of(holder: object) -> dict[str, Any]:
+    """Return the states of the generators that a loader, its samplers and its dataset hold, by where they are."""
+    return {path: _state_of(generator) for path, generator in _generators_of(holder, "", set())}
 
 
-def set_states_of(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
+def set_states_of(holder: object, states: Mapping[str, Any]) -> None:
     """Restore such states, of the generators that are still there."""
-    for name in generators.keys() & states.keys():
-        _set_state_of(generators[name], states[name])
+    for path, generator in _generators_of(holder, "", set()):
+        if path in states:
+            _set_state_of(generator, states[path])
+
+
+def _generators_of(holder: object, path: str, seen: set[int]) -> Iterator[tuple[str, Generator]]:
+    for name, value in getattr(holder, "__dict__", {}).items():
+        if id(value) in seen or not isinstance(value, Generator | DataLoader | Dataset | Sampler):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Generator):
+            yield f"{path}{name}", value
+        else:
+            yield from _generators_of(value, f"{path}{name}.", seen)
 
 
 def _state_of(generator: Generator) -> Any:
@@ -97,9 +90,12 @@ def _state_of(generator: Generator) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return tree_map(_plain, generator.bit_generator.state)
-    return tree_map(_plain, generator.get_state(legacy=False))
+    state = (
+        generator.get_state(legacy=False)
+        if isinstance(generator, np.random.RandomState)
+        else generator.bit_generator.state
+    )
+    return tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf, state)
 
 
 def _set_state_of(generator: Generator, state: Any) -> None:
@@ -112,7 +108,3 @@ def _set_state_of(generator: Generator, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf

@@ -31,7 +31,6 @@ from distman.collectives._numbers import all_gather_numbers, control_device
 from distman.collectives._objects import broadcast_data
 from distman.data import TrainingLoader
 from distman.data._randomness import (
-    generators_of,
     generators_preserved,
     generators_state,
     set_generators_state,
@@ -230,9 +229,9 @@ class ForeignSource:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         if self._at_start is None:
-            self._at_start, self._own_at_start = generators_state(), states_of(generators_of(self.batches))
+            self._at_start, self._own_at_start = generators_state(), states_of(self.batches)
             return self._begin_reading()
-        set_states_of(generators_of(self.batches), self._own_at_start or {})
+        set_states_of(self.batches, self._own_at_start or {})
         with generators_preserved():
             set_generators_state(self._at_start)
             iterator = self._begin_reading()
@@ -245,10 +244,10 @@ class ForeignSource:
     def _begin_reading(self) -> Iterator[Any]:
         """Return an iterator over a pass; of workers that persisted in the run that is resumed, their next one."""
         if self._had_workers and not (self._num_taken and self._stateful is not None):
-            own = states_of(generators_of(self.batches))
+            own = states_of(self.batches)
             with generators_preserved():
                 iter(self.batches)  # starts them, which draws random numbers that the next passes do not draw
-            set_states_of(generators_of(self.batches), own)
+            set_states_of(self.batches, own)
         self._had_workers = False
         return iter(self.batches)
 
@@ -272,7 +271,7 @@ class ForeignSource:
             "num_taken": self._num_taken,
             "is_exhausted": self._is_exhausted,
             "random_at_start": self._at_start,
-            "generators_at_start": states_of(generators_of(self.batches)) if generators is None else generators,
+            "generators_at_start": states_of(self.batches) if generators is None else generators,
             "batch_size": self.batch_size,
             "own": None if stateful is None else stateful.state_dict(),
         }
@@ -296,7 +295,7 @@ class ForeignSource:
         self._num_taken, self._at_start = state["num_taken"], state["random_at_start"]
         self._is_exhausted = state["is_exhausted"]
         self._own_at_start = state["generators_at_start"]
-        set_states_of(generators_of(self.batches), self._own_at_start or {})
+        set_states_of(self.batches, self._own_at_start or {})
         stateful = self._stateful
         if state["own"] is not None and stateful is not None and (self._num_taken or stateful is self.batches):
             stateful.load_state_dict(state["own"])  # a stream between two epochs is at its end, and would stay there
