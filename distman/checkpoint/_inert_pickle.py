@@ -37,7 +37,7 @@ def read_inert(data: bytes) -> tuple[Any, int]:
     walk, end = _Walk(), 0
     try:
         for opcode, argument, place in pickletools.genops(data):
-            walk.step(opcode.name, argument)
+            walk.step(opcode, argument)
             end = place or 0
         return walk.stack.pop(), end + 1
     except IndexError:
@@ -67,63 +67,63 @@ class _Walk:
         self._before: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
 
-    def step(self, opcode: str, argument: Any) -> None:  # the most frequent opcodes first
+    def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:  # the most frequent opcodes first
         """Do what an opcode says that a pickle of data needs; any other one is a ValueError."""
         push, pop = self.stack.append, self.stack.pop
-        match opcode:
-            case "BININT1" | "SHORT_BINUNICODE" | "BININT2" | "BININT" | "LONG1" | "BINFLOAT":
+        match code := opcode.code.encode("latin-1"):
+            case pickle.BININT1 | pickle.BININT2 | pickle.BININT | pickle.LONG1 | pickle.BINFLOAT:
                 push(argument)
-            case "BINUNICODE" | "BINUNICODE8":
+            case pickle.SHORT_BINUNICODE | pickle.BINUNICODE | pickle.BINUNICODE8:
                 push(argument)
-            case "BINGET" | "LONG_BINGET":
+            case pickle.BINGET | pickle.LONG_BINGET:
                 if argument not in self._memo:
                     raise ValueError(f"the pickle uses number {argument} of its memo before it is there")
                 push(self._memo[argument])
-            case "MEMOIZE":
+            case pickle.MEMOIZE:
                 self._memo[len(self._memo)] = self.stack[-1]
-            case "BINPUT" | "LONG_BINPUT":
+            case pickle.BINPUT | pickle.LONG_BINPUT:
                 self._memo[argument] = self.stack[-1]
-            case "MARK":
+            case pickle.MARK:
                 self._before.append(self.stack)
                 self.stack = []
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                values = [pop() for _ in range(int(opcode[-1]))]
+            case pickle.TUPLE1 | pickle.TUPLE2 | pickle.TUPLE3:
+                values = [pop() for _ in range(int(opcode.name[-1]))]
                 push(tuple(reversed(values)))
-            case "TUPLE":
+            case pickle.TUPLE:
                 values = self._pop_to_mark()
                 self.stack.append(tuple(values))
-            case "REDUCE" | "NEWOBJ":
+            case pickle.REDUCE | pickle.NEWOBJ:
                 args = _checked(pop(), tuple)
                 push(Made(_checked(pop(), Name), args))
-            case "BUILD":
+            case pickle.BUILD:
                 state = pop()
                 self._top(Made).state = state
-            case "EMPTY_TUPLE" | "EMPTY_LIST" | "EMPTY_DICT":
-                push({"EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict}[opcode]())
-            case "SETITEM":
+            case pickle.EMPTY_TUPLE | pickle.EMPTY_LIST | pickle.EMPTY_DICT:
+                push({pickle.EMPTY_TUPLE: tuple, pickle.EMPTY_LIST: list, pickle.EMPTY_DICT: dict}[code]())
+            case pickle.SETITEM:
                 value, key = pop(), pop()
                 self._top(dict)[_key(key)] = value
-            case "SETITEMS":
+            case pickle.SETITEMS:
                 items = self._pop_to_mark()
                 self._top(dict).update(zip(map(_key, items[::2]), items[1::2], strict=True))
-            case "APPEND":
+            case pickle.APPEND:
                 value = pop()
                 self._top(list).append(value)
-            case "APPENDS":
+            case pickle.APPENDS:
                 values = self._pop_to_mark()
                 self._top(list).extend(values)
-            case "GLOBAL":
+            case pickle.GLOBAL:
                 module, _, name = argument.partition(" ")
                 push(Name(module, name))
-            case "STACK_GLOBAL":
+            case pickle.STACK_GLOBAL:
                 name = _checked(pop(), str)
                 push(Name(_checked(pop(), str), name))
-            case "NONE" | "NEWTRUE" | "NEWFALSE":
-                push({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode])
-            case "PROTO" | "FRAME" | "STOP":
+            case pickle.NONE | pickle.NEWTRUE | pickle.NEWFALSE:
+                push({pickle.NONE: None, pickle.NEWTRUE: True, pickle.NEWFALSE: False}[code])
+            case pickle.PROTO | pickle.FRAME | pickle.STOP:
                 pass
             case _:
-                raise ValueError(f"a pickle of data does not need {opcode}")
+                raise ValueError(f"a pickle of data does not need {opcode.name}")
 
     def _pop_to_mark(self) -> list[Any]:
         values, self.stack = self.stack, self._before.pop()
