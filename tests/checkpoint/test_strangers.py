@@ -182,7 +182,8 @@ def _is_state(found):
 def test_no_part_of_a_file_is_taken_for_it(tmp_path):
     save(_STATE, tmp_path / "state.pt")
     content = (tmp_path / "state.pt").read_bytes()
-    for end in range(0, len(content), 1 if len(content) < 5000 else 3):
+    table = content.index(b"PK\1\2")  # with which torch finds the rest: every way of cutting it off is tried
+    for end in {*range(0, table, 31), *range(table, len(content))}:
         (tmp_path / "part.pt").write_bytes(content[:end])
         with pytest.raises(CheckpointError, match="is damaged or not a checkpoint"):
             load(tmp_path / "part.pt", device="cpu")
@@ -208,7 +209,7 @@ def test_what_is_damaged_is_refused_or_of_no_account(tmp_path, name):
     save_sharded(_STATE, tmp_path / "sharded")
     path = tmp_path / name if name == "state.pt" else tmp_path / "sharded" / name
     content = path.read_bytes()
-    for number in range(400):
+    for number in range(400 if name == "state.pt" else 200):  # a folder takes several times as long
         changed = bytearray(content)
         changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
         path.write_bytes(changed if number % 2 else mutated(draw, content))
