@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from distman.manager import initialize_ddp as initialize_ddp
     from distman.topology import ProcessGroupConfig as ProcessGroupConfig
     from distman.topology import ProcessGroupNode as ProcessGroupNode
+    from distman.training import Stepper
 
 __all__ = [
     "BarrierTimeoutError",
@@ -72,6 +73,7 @@ __all__ = [
     "PlanMismatchError",
     "RankFailedError",
     "RendezvousError",
+    "Stepper",
     "UndefinedGroupError",
     "WorkerDiedError",
     "WorkerError",
@@ -93,6 +95,7 @@ _NEEDS_TORCH = {
     "DistributedManager": "distman.manager",
     "ParallelExecutor": "distman.executor",
     "Peer": "distman._job.meeting.peers",
+    "Stepper": "distman.training",
     "local_rank_zero_first": "distman.decorators",
     "on_local_rank": "distman.decorators",
     "on_rank": "distman.decorators",

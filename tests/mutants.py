@@ -160,14 +160,14 @@ MUTANTS = (
         "handler/_accumulators.py",
         "handler/test_evaluation.py handler/test_training.py",
         ("counts = ~values.isnan()", "counts = values.isnan()"),
-        ("self._loss.add_(values[:1], alpha=num_samples)", "self._loss.add_(values[:1])"),
+        ("self.sums[0].add_(values, alpha=num_samples)", "self.sums[0].add_(values)"),
     ),
     *_mutants(
-        "handler/_engine.py",
+        "training/_engine.py",
         "handler/test_optimization.py handler/test_training.py handler/test_resumption.py",
         ("share * self._world_size if self._wraps", "share if self._wraps"),
         ("index == len(steps)", "index == 1"),
-        ("self.num_skipped += self._num_left_out", "self.num_skipped -= self._num_left_out"),
+        ("self.num_skipped += self.num_left_out", "self.num_skipped -= self.num_left_out"),
     ),
     *_mutants(
         "executor/_buffer_pool.py",

@@ -25,6 +25,7 @@ PACKAGES = (
     "score",
     "testing",
     "topology",
+    "training",
 )
 """The public modules, imported when they are asked for."""
 

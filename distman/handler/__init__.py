@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from distman.handler._archive import Preempted
 from distman.handler._callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from distman.handler._events import Callback
 from distman.handler._history import History
-from distman.handler._json_lines import JsonLinesTracker
-from distman.handler._mlflow import MLflowTracker
 from distman.handler._nn_handler import NNHandler
 from distman.handler._profiling import Profiler
-from distman.handler._resumption import Preempted
-from distman.handler._stepper import Stepper
-from distman.handler._tensorboard import TensorBoardTracker
+from distman.handler._trackers import JsonLinesTracker, MLflowTracker, TensorBoardTracker, WandbTracker
 from distman.handler._tracking import Tracker
-from distman.handler._wandb import WandbTracker
 from distman.handler._warm_start import TakenWeights
+from distman.training import Stepper
 
 __all__ = [
     "Callback",

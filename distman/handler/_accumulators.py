@@ -19,6 +19,7 @@ from distman.handler._objective import Outcome
 from distman.manager import DistributedManager
 
 MetricFunction = Callable[[Any, Any], float | torch.Tensor]
+_OF_THE_RECORD = ("epoch", "step", "lr", "seconds", "skipped")
 
 
 @runtime_checkable
@@ -47,9 +48,12 @@ class Accumulators:
     """Adds up the loss and the metrics of this rank's batches.
 
     A batch for which a metric is NaN does not count in it. A loss that is NaN makes the mean NaN.
+
+    Attributes:
+        names: Names of what is added up batch by batch.
+        sums: Sums of these over samples, and the numbers of these samples; shape ``(2, names)``.
     """
 
-    told: Sequence[str] = ("loss",)  # of each step
     may_lack = False  # whether NaN stands for a number that a batch lacks
 
     def __init__(self, metrics: Mapping[str, Metric], *, keeps_all: bool = False) -> None:
@@ -65,35 +69,21 @@ class Accumulators:
             elif keeps_all:
                 self._over_all[name] = metric.measure
         self._kept: list[tuple[Any, Any]] = []
-        device = DistributedManager().device
-        self._sums = torch.zeros(2, 1 + len(self._by_batch), dtype=torch.float64, device=device)
-        self._loss, self._num_samples = torch.zeros(1, dtype=torch.float64, device=device), 0
+        self.names = ["loss", *self._by_batch]
+        self.sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=DistributedManager().device)
 
     @property
-    def names(self) -> list[str]:
-        """Names of what is added up batch by batch."""
-        return ["loss", *self._by_batch]
-
-    @property
-    def sums(self) -> torch.Tensor:
-        """Sums of loss and metrics over samples, and the numbers of these samples; shape ``(2, 1 + metrics)``."""
-        sums = self._sums.clone()
-        sums[0, 0], sums[1, 0] = self._loss[0], self._num_samples
-        return sums
-
-    @sums.setter
-    def sums(self, sums: torch.Tensor) -> None:
-        self._sums.copy_(sums)
-        self._loss.copy_(sums[0, :1])
-        self._num_samples = int(sums[1, 0])
+    def of_steps(self) -> Sequence[str]:
+        """Names of the numbers that the record of a step has."""
+        return self.names[:1]
 
     def resume(self, names: Sequence[str], sums: torch.Tensor) -> None:
         """Go on from sums of an epoch that was interrupted, unless they are of other metrics."""
-        if [*names] == self.names and sums.shape == self._sums.shape:
-            self.sums = sums
+        if [*names] == self.names:
+            self.sums.copy_(sums)
 
     def measure(self, outcome: Outcome, num_samples: int) -> torch.Tensor:
-        """Return loss and metrics of a batch, shape ``(1 + metrics,)``; only the loss if none of its samples count."""
+        """Return loss and metrics of a batch, shape ``(names,)``; only the loss if none of its samples count."""
         loss = outcome.loss.detach().reshape(1)
         if not num_samples or not (self._by_batch or self._stateful or self._over_all):
             return loss
@@ -112,13 +102,14 @@ class Accumulators:
     def add(self, values: torch.Tensor, num_samples: int) -> None:
         if not num_samples:
             return
-        self._num_samples += num_samples
-        if not self._by_batch:
-            self._loss.add_(values, alpha=num_samples)
-        else:
-            self._loss.add_(values[:1], alpha=num_samples)
-            counts = ~values.isnan()
-            self._sums += torch.stack([torch.where(counts, values, 0.0), counts]) * num_samples
+        if not self._by_batch and not self.may_lack:  # by as few operations as there can be
+            self.sums[0].add_(values, alpha=num_samples)
+            self.sums[1].add_(num_samples)
+            return
+        counts = ~values.isnan()
+        if not self.may_lack:
+            counts[0] = True
+        self.sums += torch.stack([torch.where(counts, values, 0.0), counts]) * num_samples
 
     def compute(self) -> dict[str, float]:
         """Return the means over the samples of all ranks, ``"loss"`` first; NaN without samples. Collective."""
@@ -142,6 +133,51 @@ class Accumulators:
             return {name: float(measure(outputs, targets)) for name, measure in self._over_all.items()}
 
         return measure_all() or {}
+
+
+class Numbers(Accumulators):
+    """Adds up what the function of a step of one's own returns for this rank's batches, and by which names."""
+
+    may_lack = True
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.names, self.sums = [], self.sums.new_zeros(2, 0)
+        self._is_begun = False
+
+    @property
+    def of_steps(self) -> Sequence[str]:
+        return self.names
+
+    def resume(self, names: Sequence[str], sums: torch.Tensor) -> None:
+        """Go on from sums of an epoch that was interrupted, unless the first batch says that they are of others."""
+        self.names, self.sums = [*names], sums.to(self.sums.device, copy=True)
+
+    def measure(self, returned: Any, num_samples: int) -> torch.Tensor:
+        """Return the numbers for a batch, shape ``(names,)``."""
+        given = returned if isinstance(returned, Mapping) else {} if returned is None else {"loss": returned}
+        if not self._is_begun and {*given} != {*self.names}:
+            self.names = [*map(_checked, given)]
+            self.sums = self.sums.new_zeros(2, len(self.names))
+        self._is_begun = True
+        if given.keys() != set(self.names):
+            raise ValueError(
+                f"a step must return the same names for each batch, {self.names}, got {[*given]}. Return NaN for a "
+                "number that a batch lacks; it does not count."
+            )
+        found = [as_number(name, _detached(given[name])).to(self.sums.device) for name in self.names]
+        return torch.cat(found) if found else self.sums.new_zeros(0)
+
+    def compute(self) -> dict[str, float]:
+        """Return the means over the samples of all ranks; NaN without samples. Collective."""
+        everyone = all_gather_objects(self.names)
+        differing = next((rank for rank, names in enumerate(everyone) if names != everyone[0]), None)
+        if differing is not None:
+            raise ValueError(
+                f"a step must return the same names in the same order on all ranks, got {everyone[0]} on rank 0 and "
+                f"{everyone[differing]} on rank {differing}. Return NaN for a number that a rank lacks."
+            )
+        return super().compute() if self.names else {}
 
 
 def _gathering(metric: StatefulMetric) -> StatefulMetric:
@@ -170,6 +206,14 @@ def as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:
     if number.numel() != 1:
         raise ValueError(f"metric {name} must be one number, got shape {tuple(number.shape)}. Return its mean.")
     return number.reshape(1)
+
+
+def _checked(name: object) -> str:
+    if not isinstance(name, str) or name in _OF_THE_RECORD or name.startswith(("val_", "lr_")):
+        raise ValueError(
+            f"a step must return numbers by names that the history does not have, got {name!r}. Choose another name."
+        )
+    return name
 
 
 def _detached(leaf: Any) -> Any:

@@ -1,34 +1,82 @@
-"""What a handler keeps of its training: the history, and the state that checkpoints hold."""
+"""What a handler keeps of its training: the history, the state that checkpoints hold, and how the next run finds it."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from distman import checkpoint
 from distman._coordination.monitor.current_watcher import has_failed
-from distman.checkpoint._location import Location, locate
+from distman.checkpoint import CheckpointFolder
+from distman.checkpoint._location import locate
 from distman.checkpoint._safetensors import SUFFIX, check_tensors, write_safetensors
 from distman.checkpoint._state import check_state
 from distman.decorators import on_rank
 from distman.errors import CheckpointError
-from distman.handler._changes import Changes
 from distman.handler._events import Callbacks
 from distman.handler._history import History
-from distman.handler._model import TrainedModel
-from distman.handler._options import Limits
 from distman.handler._reporting import Reporter
-from distman.handler._resumption import AutoSave
-from distman.handler._sharded_state import parts_of, read_parts, read_rest, whole
+from distman.handler._sharded_state import load_latest, parts_of, read_parts, read_rest, whole
 from distman.manager import DistributedManager
+from distman.training._changes import Changes, OnChange
+from distman.training._model import TrainedModel
 
 if TYPE_CHECKING:
-    from distman.handler._training import Training
+    from distman.handler._training import Limits, Training
+
+EXIT_CODE = 75
+"""Exit code of a program that was asked to stop, saved, and wants to be started again.
+
+Source:
+    ``EX_TEMPFAIL`` of sysexits.h: try again later.
+"""
 
 _PARTS = ("model", "model_kwargs", "training", "history", "callbacks")
 """What a checkpoint of a handler holds."""
+
+
+class Preempted(SystemExit):
+    """The job was asked to stop, and has saved what the next run resumes; the program ends with exit code 75.
+
+    Raised by :meth:`NNHandler.train` on every rank. Catch it for what is to be done before the program ends, and raise
+    it again.
+
+    Example:
+        >>> def train(handler):
+        ...     try:
+        ...         handler.train(100)
+        ...     except Preempted:
+        ...         print("asked to stop after", len(handler.history), "epochs")
+        ...         raise
+    """
+
+
+@dataclasses.dataclass
+class AutoSave:
+    """When and where to save; ``is_awaited`` until a training resumes from the latest checkpoint."""
+
+    folder: CheckpointFolder
+    every_epochs: int | None
+    every_steps: int | None
+    requeues: bool
+    on_change: OnChange | None
+    is_awaited: bool
+    found: Any = None  # the latest state, as long as its call of train() may be one of those to come
+
+    def __post_init__(self) -> None:
+        for name in ("every_epochs", "every_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}. Pass None for never.")
+        Changes(self.on_change)  # refuses any other value
+
+    def is_due(self, *, step: int | None, epoch: int | None) -> bool:
+        pairs = ((epoch, self.every_epochs), (step, self.every_steps))
+        return any(count is not None and every is not None and count % every == 0 for count, every in pairs)
 
 
 class Archive:
@@ -43,7 +91,7 @@ class Archive:
         self.training: Training | None = None  # of the latest run, or of the current one
         self._loaded: Mapping[str, Any] | None = None  # since the latest run: the next one resumes from it
         self._changes = Changes()
-        self._phases: list[dict[str, Any]] = []  # how far the calls of train() have come that are over
+        self._phases: list[dict[str, Any]] = []  # how far each call of train() has come that is over
         self._is_passed = False  # all of them by an earlier run of the program
 
     @property
@@ -76,18 +124,16 @@ class Archive:
             )
 
     def state_dict(self) -> dict[str, Any]:
+        training = self._loaded
+        if training is None and self.training is not None:
+            training = {**self.training.state_dict(), "phases": self._phases}
         return {
             "model": self._model.state_dict(),
             "model_kwargs": {name: value for name, value in self._model_kwargs.items() if _is_storable(value)},
-            "training": self._training_state(),
+            "training": training,
             "history": self.history.state_dict(),
             "callbacks": self._callbacks.state_dict(),
         }
-
-    def _training_state(self) -> Mapping[str, Any] | None:
-        if self._loaded is None and self.training is not None:
-            return {**self.training.state_dict(), "phases": self._phases}
-        return self._loaded
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
         self._model.load_state_dict(state["model"], changes)
@@ -101,8 +147,9 @@ class Archive:
             state["training"]["reason"] = ""
         self.load_state_dict(read_parts(state, self._model.module), changes)
 
-    def save(self, state: Mapping[str, Any], path: str | os.PathLike[str], *, sharded: bool) -> None:
-        """Write a state. Collective; local once another rank has failed."""
+    def save(self, path: str | os.PathLike[str], *, sharded: bool) -> None:
+        """Write the state. Collective; local once another rank has failed."""
+        state = self.state_dict()
         if has_failed() and not (sharded or self._model.is_sharded):
             checkpoint.save(state, _own_path(path), local=True)
         elif sharded:
@@ -116,24 +163,30 @@ class Archive:
             self.training.engine.check()
         location = locate(path)
         state = whole(self._model.evaluated_state())
-        if location.place.endswith(SUFFIX):
-            on_rank(0)(_export)(state, location)
-        else:
+        if not location.place.endswith(SUFFIX):
             checkpoint.save(state, path)
+            return
+
+        @on_rank(0)
+        def write() -> None:
+            check_tensors(state)
+            write_safetensors(state, location)
+
+        write()
 
     def resume(self, limits: Limits) -> bool:
         """Load what an earlier run of the program has saved; return True if it did all of this call of train()."""
         auto_save = self.auto_save
         if auto_save is None or not auto_save.is_awaited:
             return False
-        saved = auto_save.load(self._model.module)
-        phases = saved["training"].get("phases", []) if saved is not None and saved["training"] is not None else []
+        saved = auto_save.found = auto_save.found or load_latest(auto_save.folder, self._model.module)
+        phases = saved["training"]["phases"] if saved is not None and saved["training"] is not None else []
         if len(self._phases) < len(phases):
             end = phases[len(self._phases)]
             if end["reason"] or limits.are_reached(end["epochs"], end["steps"]):
                 self._show_phase(saved, end)
                 return True
-        auto_save.finish()
+        auto_save.is_awaited, auto_save.found = False, None
         if saved is not None:
             self.load_state_dict(saved, Changes(auto_save.on_change))
             self._reporter.log("resuming from step %d, saved in %s", self.num_steps, auto_save.folder.path)
@@ -146,6 +199,16 @@ class Archive:
         self._model.load_state_dict(saved["model"], Changes("program"))
         self.history.load_state_dict({name: saved["history"][name][: end[name]] for name in ("records", "validations")})
         self._reporter.log("train() number %d was done by an earlier run", len(self._phases))
+
+    def end_program(self) -> NoReturn:
+        """End a program that was asked to stop, and requeue its job if that is wanted."""
+        if self.auto_save is None:
+            self._reporter.log("asked to stop; nothing was saved: call auto_save() before train()")
+        else:
+            self._reporter.log("asked to stop; saved in %s", self.auto_save.folder.path)
+            if self.auto_save.requeues:
+                DistributedManager().requeue()
+        raise Preempted(EXIT_CODE)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -162,9 +225,16 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     return dict(state)
 
 
-def _export(state: dict[str, Any], location: Location) -> None:
-    check_tensors(state)
-    write_safetensors(state, location)
+def saved_arguments(saved: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments of a checkpoint for what a function passes them on to; none may be for the function."""
+    kinds = {name: one.kind for name, one in inspect.signature(function).parameters.items()}
+    own = {name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD}
+    if meant := sorted(own & saved.keys()):
+        raise CheckpointError(
+            f"the arguments in a checkpoint must be for the class that it names, got {', '.join(meant)} for "
+            f"{function.__name__}. Do not trust its source."
+        )
+    return dict(saved)
 
 
 def _is_storable(value: object) -> bool:

@@ -60,23 +60,9 @@ class EarlyStopping(Callback):
         self.num_waited = 0
 
     def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
-        """End the training if the value has not improved for long enough.
-
-        Local.
-
-        Raises:
-            ValueError: The history has no such value.
-        """
         self._follow(handler, _find(self._monitor, handler, record))
 
     def on_validation_end(self, handler: NNHandler, record: Record) -> None:
-        """End the training if the value, one of a validation within an epoch, has not improved for long enough.
-
-        Local.
-
-        Raises:
-            ValueError: The validation has no such value.
-        """
         if "step" in record and self._monitor.startswith("val_"):  # else the epoch ends, which counts
             self._follow(handler, _find(self._monitor, handler, record))
 
@@ -88,17 +74,9 @@ class EarlyStopping(Callback):
             handler.stop(f"{self._monitor} did not improve {self.num_waited} times in a row")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, and how many values since have not improved on it.
-
-        Local.
-        """
         return {"best": self._best.value, "num_waited": self.num_waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state.
-
-        Local.
-        """
         self._best.value, self.num_waited = state["best"], state["num_waited"]
 
 
@@ -152,36 +130,12 @@ class ModelCheckpoint(Callback):
         self._monitor, self._sign, self._num_best = monitor, sign_of(mode), num_best
 
     def on_train_begin(self, handler: NNHandler) -> None:
-        """Try whether the folder can be written.
-
-        Collective.
-
-        Raises:
-            OSError: On a rank that cannot write there.
-            RankFailedError: On the other ranks.
-        """
         check_writable(self.folder)
 
     def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
-        """Save a checkpoint.
-
-        Collective.
-
-        Raises:
-            ValueError: The history has no such value.
-            RankFailedError: On the other ranks: rank 0 could not save.
-        """
         self._save(handler, _find(self._monitor, handler, record))
 
     def on_validation_end(self, handler: NNHandler, record: Record) -> None:
-        """Save a checkpoint after a validation within an epoch, if the value is one of it.
-
-        Collective.
-
-        Raises:
-            ValueError: The validation has no such value.
-            RankFailedError: On the other ranks: rank 0 could not save.
-        """
         if "step" in record and self._monitor.startswith("val_"):  # else the epoch ends, which counts
             self._save(handler, _find(self._monitor, handler, record))
 
@@ -193,27 +147,12 @@ class ModelCheckpoint(Callback):
         save_in(self.folder, handler, is_best=step == next(iter(self.best), None), good=self.best)
 
     def on_train_end(self, handler: NNHandler) -> None:
-        """Wait until the checkpoints have been written.
-
-        Collective.
-
-        Raises:
-            RankFailedError: On the other ranks: rank 0 could not write the last checkpoint.
-        """
         self.folder.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best values.
-
-        Local.
-        """
         return {"best": dict(self.best)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state.
-
-        Local.
-        """
         self.best = dict([*state["best"].items()][: self._num_best])
 
 
@@ -241,31 +180,15 @@ class LearningRateMonitor(Callback):
         self._rate = math.nan
 
     def on_train_batch_start(self, handler: NNHandler, batch: Any) -> None:
-        """Note the learning rate, which the schedule changes before the step is over.
-
-        Local.
-        """
         self._rate = float(handler.optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, handler: NNHandler, step: int) -> None:
-        """Record the learning rate of this step.
-
-        Local.
-        """
         self.rates.append(self._rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the learning rates.
-
-        Local.
-        """
         return {"rates": torch.tensor(self.rates, dtype=torch.float64), "rate": self._rate}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state.
-
-        Local.
-        """
         self.rates, self._rate = state["rates"].tolist(), state.get("rate", math.nan)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,22 +13,10 @@ from distman.data import EvaluationLoader
 from distman.decorators import on_rank
 from distman.handler._accumulators import Accumulators, Metric
 from distman.handler._nested import Pad, checked, join, on_host
-from distman.handler._objective import Objective, check_loss, to_device
-from distman.handler._sources import NumSamples, count_samples, counted, drawn_numbers
+from distman.handler._objective import Objective, evaluating
 from distman.manager import DistributedManager
-
-
-@contextmanager
-def evaluating(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Put a model into evaluation mode for a ``with`` block, with mixed precision if a data type is given."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.autocast(DistributedManager().device.type, dtype=dtype, enabled=dtype is not None):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+from distman.training._engine import check_loss, to_device
+from distman.training._sources import NumSamples, count_samples, counted, drawn_numbers
 
 
 @collective

@@ -35,6 +35,9 @@ class History:
         self._records = [dict(record) for record in records]
         self.validations: list[Record] = []
 
+    def __repr__(self) -> str:
+        return f"History({len(self)} epochs: {', '.join(self.names) or 'nothing yet'})"
+
     def __len__(self) -> int:
         """Return the number of epochs."""
         return len(self._records)

@@ -2,56 +2,78 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset
 
-from distman import checkpoint
 from distman._base.seeds import seed_generators, seed_of
 from distman._job.device import resolve_device
+from distman.checkpoint import CheckpointFolder
 from distman.checkpoint._folder import check_writable
 from distman.data._randomness import generators_preserved
 from distman.errors import DistmanError
 from distman.handler._accumulators import Metric, MetricFunction, StatefulMetric
-from distman.handler._archive import Archive, read_checkpoint
+from distman.handler._archive import Archive, AutoSave, read_checkpoint, saved_arguments
 from distman.handler._callbacks import ModelCheckpoint
-from distman.handler._changes import Changes
 from distman.handler._evaluation import evaluate, predict
 from distman.handler._events import Callback, Events
 from distman.handler._history import History
-from distman.handler._joint import joint
-from distman.handler._loading import make_evaluation_loader, make_loader
-from distman.handler._model import TrainedModel
-from distman.handler._objective import Forward, LossFunction, Supervised, default_forward
-from distman.handler._options import Limits, StepOptions
-from distman.handler._plots import plot_history
-from distman.handler._reporting import LoggerMode, Reporter
-from distman.handler._resumption import AutoSave, end_program
-from distman.handler._saved_arguments import saved_arguments
-from distman.handler._scheduling import UNNAMED, Scheduling
-from distman.handler._score_based import ScoreBased, make_sde
-from distman.handler._setup import Setup, check_factory, check_name, check_numbers, required
+from distman.handler._objective import Forward, LossFunction, ScoreBased, Supervised, default_forward, make_sde
+from distman.handler._reporting import LoggerMode, Reporter, plot_history
+from distman.handler._scheduling import Scheduling
+from distman.handler._setup import (
+    Setup,
+    StepFunction,
+    check_factory,
+    check_name,
+    check_numbers,
+    make_evaluation_loader,
+    make_loader,
+    required,
+)
 from distman.handler._sharded_state import whole
-from distman.handler._sources import NumSamples
-from distman.handler._stepper import StepFunction
-from distman.handler._strategy import Strategy
 from distman.handler._tracking import Tracker
-from distman.handler._training import Training
+from distman.handler._training import Limits, Training
 from distman.handler._warm_start import TakenWeights, take_weights
 from distman.manager import DistributedManager
 from distman.score import SDE
 from distman.score._denoising import Weighting
+from distman.training._changes import Changes
+from distman.training._engine import StepOptions
+from distman.training._model import TrainedModel, check_strategy
+from distman.training._optimizers import UNNAMED
+from distman.training._sources import NumSamples
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _RESERVED_NAMES = ("epoch", "loss", "lr", "seconds", "skipped")
 """Names that the history has besides those of metrics; see :class:`History`."""
 
 _VALIDATION = 1
 """Tells the seeds of validations from those of the training."""
+
+
+def joint(method: Callable[P, R]) -> Callable[P, R]:
+    """Make an error of a method that all ranks call one of all of them, where not all raise one.
+
+    The program may catch it, and the others would wait for this rank in the next collective.
+    """
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        blocks = DistributedManager().resolve_group(None).joint_blocks
+        with blocks.block(f"{method.__name__}()") if blocks is not None else nullcontext():
+            return method(*args, **kwargs)
+
+    return call
 
 
 class NNHandler:
@@ -107,12 +129,16 @@ class NNHandler:
         **model_kwargs: Any,
     ) -> None:
         check_factory("model_class", model_class, "the module", "Pass the class and its arguments, or lambda: model.")
-        shares = Strategy(strategy, strategy_options or {})
+        check_strategy(strategy, strategy_options or {})
         manager = _manager(device, use_distributed=use_distributed)
         if seed is not None:
             seed_generators(seed_of(seed))
-        options = None if compile is False else {} if compile is True else compile
-        model = TrainedModel(model_class(**model_kwargs), compile_options=options, strategy=shares)
+        model = TrainedModel(
+            model_class(**model_kwargs),
+            compile_options=None if compile is False else {} if compile is True else compile,
+            strategy=strategy,
+            strategy_options=strategy_options,
+        )
         if seed is not None:
             seed_generators(seed_of(seed, manager.rank))
         self._model, self._seed = model, seed or 0
@@ -120,6 +146,10 @@ class NNHandler:
         self._reporter = Reporter(logger_mode, Path(log_file))
         self._archive = Archive(model, self._setup.callbacks, model_kwargs, self._reporter)
         self._dtype: torch.dtype | None = None  # of mixed precision, as in the latest training
+
+    def __repr__(self) -> str:
+        optimizers = ", ".join(type(one).__name__ for one in self._setup.optimizers.values()) or "no optimizer"
+        return f"NNHandler({type(self.module).__name__}, {optimizers}, {self.history!r}, num_steps={self.num_steps})"
 
     @classmethod
     def initialize_from_checkpoint(
@@ -585,25 +615,29 @@ class NNHandler:
             >>> len(history), handler.num_steps
             (2, 4)
         """
-        limits = Limits(epochs, max_steps, limit_batches, validate_every, validate_every_steps)
+        limits = Limits(epochs, max_steps, limit_batches, accumulate, validate_every, validate_every_steps)
         if validate_every_steps is not None:
             self._setup.required_val_data()
-        options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite, check_every, use_buffers)
+        options = StepOptions(amp, clip_norm, ema_decay, use_buffers, non_finite, check_every)
         self._dtype = options.dtype
         if self._archive.resume(limits):
             return self.history
         if self._archive.auto_save is not None:
             check_writable(self._archive.auto_save.folder)
         events = Events(self._setup.callbacks, self)
-        training = self._make_training(options, limits, events)
+        engine = self._setup.make_engine(self._model, options)
+        training = Training(
+            self, self._setup, self._archive, engine, reporter=self._reporter, events=events, limits=limits
+        )
+        self._archive.follow(training)
         if not self.module.training:
             self.module.train()
         try:
-            is_over = training.run(accumulate=accumulate, progress=progress)
+            is_over = training.run(progress=progress)
             if self._archive.auto_save is not None:
                 self._archive.auto_save.folder.wait()
             if not is_over:
-                end_program(self._archive.auto_save, self._reporter)
+                self._archive.end_program()
         except BaseException as error:
             events.emit(Callback.on_exception, error)
             raise
@@ -858,16 +892,11 @@ class NNHandler:
             2
         """
         requeues = os.environ.get("DISTMAN_REQUEUE") == "1" if requeue is None else requeue
-        saves_in = checkpoint.CheckpointFolder(folder, keep=keep, sharded=sharded)
+        saves_in = CheckpointFolder(folder, keep=keep, sharded=sharded)
         latest = self._archive.auto_save
         has_resumed = latest is not None and not latest.is_awaited and latest.folder.path == saves_in.path
         self._archive.auto_save = AutoSave(
-            saves_in,
-            every_epochs,
-            every_steps,
-            resumes=resume and not has_resumed,
-            requeues=requeues,
-            on_change=on_change,
+            saves_in, every_epochs, every_steps, requeues, on_change, is_awaited=resume and not has_resumed
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -926,7 +955,7 @@ class NNHandler:
             >>> sorted(load("run/model.pt"))
             ['callbacks', 'history', 'model', 'model_kwargs', 'training']
         """
-        self._archive.save(self.state_dict(), path, sharded=sharded)
+        self._archive.save(path, sharded=sharded)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the whole weights and buffers alone into a file, for other programs: the averages, if they are kept.
@@ -1061,15 +1090,6 @@ class NNHandler:
         with generators_preserved(), self._model.evaluating() as model:
             seed_generators(seed_of(self._seed, DistributedManager().rank, _VALIDATION))
             return evaluate(model, objective, data, setup.metrics, dtype=self._dtype, num_samples=setup.num_samples)
-
-    def _make_training(self, options: StepOptions, limits: Limits, events: Events) -> Training:
-        """Return a training that resumes from the state that was loaded, or from that of the latest run."""
-        engine = self._setup.make_engine(self._model, options)
-        training = Training(
-            self, self._setup, self._archive, engine, reporter=self._reporter, events=events, limits=limits
-        )
-        self._archive.follow(training)
-        return training
 
 
 def _manager(device: str | torch.device | None, *, use_distributed: bool | None) -> DistributedManager:

@@ -1,15 +1,18 @@
-"""From a batch to its loss."""
+"""From a batch to its loss, and what a score-based model is used for besides."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from distman._torch_internals import tree_map
+from distman import score
+from distman.manager import DistributedManager
+from distman.score import SDE, VarianceExploding, VariancePreserving
 
 Forward = Callable[[torch.nn.Module, Any], tuple[Any, Any]]
 LossFunction = Callable[..., torch.Tensor]
@@ -25,16 +28,6 @@ class Outcome:
 
 
 Objective = Callable[[torch.nn.Module, Any], Outcome]
-
-
-def check_loss(loss: object) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(
-            f"the loss must be a tensor with one element, got a {type(loss).__name__}. Return the number to minimize; "
-            "pass what else is to be measured to add_metric()."
-        )
-    if loss.numel() != 1:
-        raise ValueError(f"the loss must be one number, got shape {tuple(loss.shape)}. Take its mean over the batch.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +66,66 @@ def _explained(is_odd: bool, how: str) -> Iterator[None]:  # noqa: FBT001 - a co
         ) from error
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    if device.type == "cpu":
-        return batch
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
+@contextmanager
+def evaluating(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Put a model into evaluation mode for a ``with`` block, with mixed precision if a data type is given."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.autocast(DistributedManager().device.type, dtype=dtype, enabled=dtype is not None):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def make_sde(sde: SDE | Literal["vp", "ve"], **kwargs: Any) -> SDE:
+    if sde == "vp":
+        return VariancePreserving(**kwargs)
+    if sde == "ve":
+        return VarianceExploding(**kwargs)
+    if isinstance(sde, str) or kwargs:
+        given = f" with {', '.join(kwargs)}" if kwargs else ""
+        raise ValueError(
+            f"sde must be 'vp', 've', or an equation without options, got {sde!r}{given}. Set options of an equation "
+            "where you make it."
+        )
+    if not isinstance(sde, SDE):
+        raise TypeError(f"sde must be 'vp', 've', or an equation, got {sde!r}. Pass one of them.")
+    return sde
+
+
+class ScoreBased:
+    """The objective of a score-based model, and what the trained model is used for."""
+
+    def __init__(self, sde: SDE, *, conditional: bool, null_condition: float, **loss_options: Any) -> None:
+        self.sde = sde
+        self._is_conditional = conditional
+        self._null_condition = null_condition
+        self._loss_options = loss_options
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> Outcome:
+        """Return the denoising loss of a batch of samples; without conditions, what else is in the batch is ignored."""
+        samples = batch[0] if isinstance(batch, list | tuple) else batch
+        condition = batch[1] if self._is_conditional else None
+        options = self._loss_options | {"null_condition": self._null_condition}
+        return Outcome(score.denoising_loss(model, self.sde, samples, condition, **options))
+
+    def score(
+        self, model: torch.nn.Module, t: torch.Tensor, x: torch.Tensor, *condition: torch.Tensor, guidance: float = 1.0
+    ) -> torch.Tensor:
+        """Return the score at times ``(batch,)`` and points ``(batch, *)``."""
+        with evaluating(model):
+            null = self._null_condition
+            return score.score(model, self.sde, t, x, *condition, guidance=guidance, null_condition=null)
+
+    def sample(
+        self, model: torch.nn.Module, shape: Sequence[int], *, guidance: float = 1.0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Draw samples of this shape, ``(n, *)``. Collective."""
+        score_fn = functools.partial(self.score, model, guidance=guidance)
+        return score.sample(score_fn, self.sde, shape, **kwargs)
+
+    def log_likelihood(self, model: torch.nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Return the log-density of samples ``(n, *)`` in nats. Collective."""
+        return score.log_likelihood(functools.partial(self.score, model), self.sde, x, **kwargs)

@@ -53,18 +53,10 @@ class Profiler(Callback):
         self._num_steps = 0
 
     def on_train_begin(self, handler: NNHandler) -> None:
-        """Count steps anew.
-
-        Local.
-        """
         self._num_steps = 0
         self._begin_if_due()
 
     def on_step_end(self, handler: NNHandler, step: int) -> None:
-        """Begin or end the profile.
-
-        Collective after the last step of it.
-        """
         self._num_steps += 1
         if self._profile is not None:
             self._profile.step()
@@ -73,17 +65,9 @@ class Profiler(Callback):
         self._begin_if_due()
 
     def on_train_end(self, handler: NNHandler) -> None:
-        """End the profile, if the training was shorter.
-
-        Collective if it was.
-        """
         self._end()
 
     def on_exception(self, handler: NNHandler, error: BaseException) -> None:
-        """Drop the profile.
-
-        Local.
-        """
         if self._profile is not None:
             self._profile.stop()
             self._profile = None

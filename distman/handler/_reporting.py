@@ -1,18 +1,19 @@
-"""Log lines and progress bars of a training, on rank 0."""
+"""Log lines, progress bars and plots of a training, on rank 0."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from distman.decorators import on_rank
 from distman.handler._accumulators import Accumulators
+from distman.handler._history import History
 from distman.manager import DistributedManager
-
-training_logger = logging.getLogger("distman.training")
-"""Logs the results of each epoch, at level INFO, on rank 0."""
+from distman.training._stepper import as_text, training_logger
 
 LoggerMode = Literal["console", "file", "both"]
 
@@ -45,10 +46,12 @@ class Reporter:
 
     def log_epoch(self, record: Mapping[str, float], num_epochs: int | None) -> None:
         hidden = {"epoch"} if record["skipped"] else {"epoch", "skipped"}
-        self.log("epoch %s: %s", _of(record["epoch"], num_epochs), _values(record, hidden))
+        shown = {name: value for name, value in record.items() if name not in hidden}
+        self.log("epoch %s: %s", _of(record["epoch"], num_epochs), as_text(shown))
 
     def log_validation(self, record: Mapping[str, float]) -> None:
-        self.log("step %d: %s", int(record["step"]), _values(record, {"epoch", "step"}))
+        shown = {name: value for name, value in record.items() if name not in ("epoch", "step")}
+        self.log("step %d: %s", int(record["step"]), as_text(shown))
 
 
 class ProgressBar:
@@ -84,11 +87,40 @@ def _of(epoch: float, num_epochs: int | None) -> str:
     return f"{int(epoch) + 1}" if num_epochs is None else f"{int(epoch) + 1}/{num_epochs}"
 
 
-def _values(record: Mapping[str, float], hidden: Container[str]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in record.items() if name not in hidden)
-
-
 def _attach(handler: logging.Handler, form: str) -> None:
     handler.setFormatter(logging.Formatter(form))
     handler.is_reporters = True  # type: ignore[attr-defined]  # so that the next reporter finds and replaces it
     training_logger.addHandler(handler)
+
+
+@on_rank(0)
+def plot_history(
+    history: History, names: Sequence[str], path: str | os.PathLike[str], *, title: str = "", log: bool = False
+) -> None:
+    """Plot values of the history over the epochs into a file, on rank 0. Collective."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise ImportError("plots need matplotlib, which is not installed. Run pip install matplotlib.") from error
+    unknown = [name for name in names if name not in history.names]
+    if unknown or not names:
+        raise ValueError(f"names must be in the history, got {unknown or 'none'}. The history has {history.names}.")
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # inches, of matplotlib's usual width
+    axes = figure.add_subplot()
+    for name in names:
+        _draw(axes, history, name)
+    axes.set(xlabel="epoch", title=title, yscale="log" if log else "linear")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(frameon=False)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)  # 960 pixels wide: sharp on a page and on a slide
+
+
+def _draw(axes: Any, history: History, name: str) -> None:
+    points = [
+        (epoch + 1, value) for epoch, value in zip(history["epoch"], history[name], strict=True) if value == value
+    ]
+    marker = "o" if len(points) < 20 else None  # so few that single points, or one alone, would be hard to see
+    axes.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=name)

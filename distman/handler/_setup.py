@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import DataLoader
 
-from distman.errors import DistmanError
+from distman.data import TrainingLoader, distributed_loader, rank_cached_loader
+from distman.errors import DistmanError, check_options
 from distman.handler._accumulators import Metric
-from distman.handler._changes import options_of
-from distman.handler._engine import Engine
 from distman.handler._events import Callbacks
-from distman.handler._loading import make_source
-from distman.handler._model import TrainedModel
-from distman.handler._objective import Forward, Objective, default_forward
-from distman.handler._options import StepOptions
-from distman.handler._scheduling import UNNAMED, Schedules, Scheduling
-from distman.handler._score_based import ScoreBased
-from distman.handler._sources import NumSamples, Source
-from distman.handler._stepper import StepFunction, Stepper
+from distman.handler._objective import Forward, Objective, ScoreBased, default_forward
+from distman.handler._scheduling import Schedules, Scheduling
+from distman.training import Stepper
+from distman.training._changes import options_of
+from distman.training._engine import Engine, StepOptions
+from distman.training._model import TrainedModel
+from distman.training._optimizers import UNNAMED
+from distman.training._sources import ForeignSource, LoaderSource, NumSamples, Source
 
 T = TypeVar("T")
+StepFunction = Callable[[Stepper, Any], Mapping[str, Any] | torch.Tensor | float | None]
+
+# Parameters of the functions that make loaders which are not for the user: the handler passes the first two, all ranks
+# train one model, and the last one stands for the options of torch's DataLoader.
+_NO_OPTIONS = {"dataset", "evaluation", "group", "loader_kwargs"}
 
 
 class Setup:
@@ -65,8 +71,9 @@ class Setup:
 
     def make_source(self) -> Source:
         data = required(self.train_data, "data to train with", "set_train_loader()")
-        num_samples = None if self.step is None else self.step_num_samples
-        return make_source(data, num_samples or self.num_samples)
+        num_samples = (None if self.step is None else self.step_num_samples) or self.num_samples
+        make = LoaderSource if isinstance(data, TrainingLoader) else ForeignSource
+        return make(data, num_samples)
 
     def make_schedules(self) -> Schedules:
         """Return the schedules of the learning rates, which are constant where none has been set."""
@@ -123,3 +130,58 @@ def required(value: T | None, what: str, remedy: str) -> T:
     if value is None:
         raise DistmanError(f"the handler has no {what}. Call {remedy} first.")
     return value
+
+
+def make_loader(method: str, data: Any, options: Mapping[str, Any], *, cached: bool, evaluation: bool = False) -> Any:
+    """Return a loader that distributes a dataset over the ranks, or an iterable as it is."""
+    if "group" in options:
+        raise TypeError("group must be left out: all ranks train one model. Call the functions of distman.data for it.")
+    if isinstance(data, str) or not (hasattr(data, "__getitem__") or isinstance(data, Iterable)):
+        raise TypeError(
+            f"data must be a dataset or an iterable of batches, got {data!r}. Make one of your files first."
+        )
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"data must be re-iterable, once per epoch, got the iterator {data!r}. Pass a DataLoader, or an object "
+            "whose __iter__ starts over."
+        )
+    if evaluation and isinstance(data, TrainingLoader):
+        raise TypeError(
+            "data to validate with must be read in order, got a TrainingLoader. Make it with evaluation=True."
+        )
+    if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
+        _check_no_options(data, options, cached=cached)
+        return data
+    if isinstance(data, list | tuple) and {"batch_size", "batch_sampler"}.isdisjoint(options):
+        raise TypeError(
+            f"data must not be a {type(data).__name__} without batch_size, which could hold samples or batches. Pass "
+            "batch_size for samples, or DataLoader(batches, batch_size=None) for batches that each rank has made."
+        )
+    make = rank_cached_loader if cached else distributed_loader
+    check_options(options, _options_of(make), method)
+    return make(data, evaluation=evaluation, **options)
+
+
+def make_evaluation_loader(method: str, data: Any, options: Mapping[str, Any]) -> Any:
+    """Return a loader that reads each sample of a dataset once and in order, or an iterable as it is."""
+    is_dataset = hasattr(data, "__getitem__") and not isinstance(data, DataLoader | list | tuple)
+    return make_loader(
+        method, data, {"batch_size": 64, **options} if is_dataset else options, cached=False, evaluation=True
+    )
+
+
+def _check_no_options(data: Any, options: Mapping[str, Any], *, cached: bool) -> None:
+    given = [name for name in options if name != "seed"]  # the handler passes its own seed
+    if cached or given:
+        raise TypeError(
+            f"loader options must be passed with a dataset, got {given or ['cached']} with a {type(data).__name__}. "
+            "Set them where you make it."
+        )
+
+
+def _options_of(make: Callable[..., Any]) -> set[str]:
+    """Return the names of the options that a user may pass for a loader."""
+    known = {"cached", *inspect.signature(make).parameters}
+    if "loader_kwargs" in known:
+        known |= {*inspect.signature(DataLoader).parameters}
+    return known - _NO_OPTIONS

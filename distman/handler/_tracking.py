@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distman._base.log import logger
 from distman._base.text import printable
+from distman.handler._archive import Preempted
 from distman.handler._events import Callback
 from distman.handler._history import Record, as_numbers
-from distman.handler._resumption import Preempted
 from distman.manager import DistributedManager
 
 if TYPE_CHECKING:
@@ -137,10 +137,6 @@ class Tracker(Callback, abc.ABC):
         """
 
     def on_train_begin(self, handler: NNHandler) -> None:
-        """Open the run.
-
-        Local.
-        """
         if self._is_off or not DistributedManager().is_main:
             return
         self._run = run = self._run or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(3)
@@ -149,53 +145,25 @@ class Tracker(Callback, abc.ABC):
         self._writing.put(lambda: self.open(run, step))
 
     def on_step_records(self, handler: NNHandler, records: Sequence[Record]) -> None:
-        """Write the numbers of some steps.
-
-        Local.
-        """
         self._put("step", records)
 
     def on_validation_end(self, handler: NNHandler, record: Record) -> None:
-        """Write the results of a validation within an epoch; others are part of the epoch's.
-
-        Local.
-        """
         if "step" in record:
             self._put("validation", [record])
 
     def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
-        """Write the results of an epoch.
-
-        Local.
-        """
         self._put("epoch", [{"step": float(handler.num_steps), **record}])
 
     def on_train_end(self, handler: NNHandler) -> None:
-        """Close the run, and wait until all has been written, 30 seconds at most.
-
-        Local.
-        """
         self._finish("finished", _SECONDS_FOR_THE_REST)
 
     def on_exception(self, handler: NNHandler, error: BaseException) -> None:
-        """Close the run, and wait until all has been written, 5 seconds at most.
-
-        Local.
-        """
         self._finish("preempted" if isinstance(error, Preempted) else "failed", _SECONDS_AFTER_AN_ERROR)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the name of the run.
-
-        Local.
-        """
         return {"run": self._run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the run of such a state, unless its name could lead elsewhere: then a warning says so.
-
-        Local.
-        """
         run = state["run"]
         if _is_name(run):
             self._run = run

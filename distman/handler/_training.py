@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,23 +19,65 @@ from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
 from distman.data._randomness import generators_state, set_generators_state
 from distman.errors import DistmanError, NonFiniteLossError
-from distman.handler._accumulators import Accumulators
-from distman.handler._changes import Changes
-from distman.handler._engine import Engine
+from distman.handler._accumulators import Accumulators, Numbers
 from distman.handler._events import Callback, Events
 from distman.handler._history import Record, as_numbers, turn_into_numbers
-from distman.handler._numbers import Numbers
-from distman.handler._options import Limits
+from distman.handler._objective import Outcome
 from distman.handler._reporting import ProgressBar, Reporter
 from distman.handler._setup import Setup
-from distman.handler._sources import Step
+from distman.handler._sharded_state import save_in
 from distman.handler._step_records import StepRecords, TakenStep
 from distman.manager import DistributedManager
 from distman.metrics import aggregate_loss
+from distman.topology._partition import is_whole_number
+from distman.training._changes import Changes
+from distman.training._engine import Engine
+from distman.training._sources import Step
 
 if TYPE_CHECKING:
     from distman.handler._archive import Archive
     from distman.handler._nn_handler import NNHandler
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long a training goes on, and when it validates; what they mean is said by :meth:`NNHandler.train`."""
+
+    epochs: int | None
+    max_steps: int | None = None
+    limit_batches: int | None = None
+    accumulate: int = 1
+    validate_every: int = 1
+    validate_every_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if not is_whole_number(self.epochs) and (self.epochs is not None or self.max_steps is None):
+            raise TypeError(
+                f"epochs must be a whole number, got {self.epochs!r}. Pass the total number of epochs, or max_steps."
+            )
+        for name in ("max_steps", "limit_batches", "accumulate", "validate_every", "validate_every_steps"):
+            number = getattr(self, name)
+            if number is None and name not in ("accumulate", "validate_every"):
+                continue
+            if not is_whole_number(number):
+                raise TypeError(f"{name} must be a whole number, got {number!r}. Pass an integer.")
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}. Pass a positive number.")
+
+    def are_reached(self, num_epochs: int, num_steps: int) -> bool:
+        return (self.epochs is not None and num_epochs >= self.epochs) or self.has_last(num_steps)
+
+    def has_last(self, num_steps: int) -> bool:
+        return self.max_steps is not None and num_steps >= self.max_steps
+
+    def is_full(self, num_batches: int) -> bool:
+        return self.limit_batches is not None and num_batches >= self.limit_batches
+
+    def validates_after_epoch(self, epoch: int) -> bool:
+        return self.validate_every_steps is None and (epoch + 1) % self.validate_every == 0
+
+    def validates_after_step(self, num_steps: int) -> bool:
+        return self.validate_every_steps is not None and num_steps % self.validate_every_steps == 0
 
 
 class Training:
@@ -42,7 +87,7 @@ class Training:
     schedule of the learning rate; then the events. After a validation within an epoch come the schedule that monitors
     it, its record, and its events. After an epoch come its validation, the schedule, the record, the counters, and its
     events. So what a callback saves is whole, and what is left to do then is *pending*: a run that is resumed from it
-    tells the callbacks that have yet to hear of the event, and does what follows.
+    calls the callbacks that have not been called for the event, and does what follows.
 
     Attributes:
         epoch: Index of the current epoch; between epochs, of the next one.
@@ -61,6 +106,7 @@ class Training:
         limits: Limits,
     ) -> None:
         self._handler, self.engine, self._learn = handler, engine, setup.make_learning(engine)
+        engine.emit = lambda event, *args: events.emit(getattr(Callback, event), *args)
         self._source, self._scheduling = setup.make_source(), setup.make_schedules()
         self._new_accumulators: Callable[[], Accumulators] = Numbers
         if setup.step is None:
@@ -78,27 +124,27 @@ class Training:
         self._accumulators = self._new_accumulators()
         self._seconds = 0.0
         self._step_records = StepRecords(are_kept=False)  # until it runs
-        self._told: list[Record] = []  # step records that callbacks are hearing of
+        self._emitted: list[Record] = []  # step records that callbacks are being called with
         self._record: Record | None = None  # of an epoch that has been validated, and is not over
         self._pending: Literal["", "step", "validation", "epoch"] = ""
         self._is_whole = True  # nothing has been read that has not been learned
         self._source.begin(0)
 
-    def run(self, *, accumulate: int = 1, progress: bool | None = None) -> bool:
+    def run(self, *, progress: bool | None = None) -> bool:
         """Train until the limits are reached; return False if the job was asked to stop before. Collective."""
         is_heard = torch.tensor(self._events.is_heard(Callback.on_step_records), device=DistributedManager().device)
         self._step_records = StepRecords(are_kept=bool(fused_all_reduce(is_heard.int()).item()))
         self._events.emit(Callback.on_train_begin)
-        if self._told:
-            self._events.emit_rest(Callback.on_step_records, self._told)
-            self._told = []
+        if self._emitted:
+            self._events.emit_rest(Callback.on_step_records, self._emitted)
+            self._emitted = []
         if self._pending == "epoch":
-            self._conclude_epoch()
+            self._end_epoch()
         try:
             while self._num_batches or not self._is_over():
                 bar = ProgressBar(self.epoch, self._limits.epochs, self._num_batches_expected(), is_shown=progress)
                 try:
-                    is_done = self._run_epoch(accumulate, bar)
+                    is_done = self._run_epoch(bar)
                 finally:
                     bar.close()
                 if not is_done:
@@ -107,8 +153,8 @@ class Training:
                 if not self._is_over() and DistributedManager().should_stop():  # it may have come in the validation
                     self._save()
                     return False
-        except NonFiniteLossError:  # on all ranks: let those who look for the reason see the steps before
-            self._tell_step_records()
+        except NonFiniteLossError:  # on all ranks: the steps before may show the reason
+            self._emit_step_records()
             raise
         finally:
             if self._reading is not None:
@@ -123,7 +169,7 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rest of the training depends on, except for model and history. Collective."""
-        self._tell_step_records()  # else those of the last steps would be lost to a run that resumes from here
+        self._emit_step_records()  # else those of the last steps would be lost to a run that resumes from here
         self.engine.check()
         if not (self._is_whole or has_failed()):  # then a step that is not whole is better than none
             raise DistmanError(
@@ -134,7 +180,7 @@ class Training:
         own = {
             "random": generators_state(),
             "buffers": self.engine.model.own_buffers(),
-            "sums": self._accumulators.sums.cpu(),
+            "sums": self._accumulators.sums.to("cpu", copy=True),
             "source": self._source_state(),
             "stop_reason": self._stop_reason,
         }
@@ -147,13 +193,13 @@ class Training:
             "reason": self.reason,
             "events": self._events.state_dict(),
             "pending": self._pending,
-            "told": as_numbers(self._told),
+            "emitted": as_numbers(self._emitted),
             "record": as_numbers([] if self._record is None else [self._record]),
             "optimization": self.engine.state_dict(),
             "scheduler": self._scheduling.state_dict(),
             "schedules": self._scheduling.described,
             "names": self._accumulators.names,
-            "ranks": [own] if has_failed() else all_gather_objects(own),  # nobody else may be left
+            "ranks": [own] if has_failed() else all_gather_objects(own),  # no other rank may be left
         }
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
@@ -164,19 +210,18 @@ class Training:
         self._compare(state, changes)
         self.epoch, self._seconds, self.reason = state["epoch"], state["seconds"], state["reason"]
         self._num_batches, self._pass, self._validated_at = state["num_batches"], state["pass"], state["validated_at"]
-        if "pending" in state:
-            self._pending, self._told = state["pending"], [*state["told"]]
-            self._record = next(iter(state["record"]), None)
-            self._events.load_state_dict(state["events"])
+        self._pending, self._emitted = state["pending"], [*state["emitted"]]
+        self._record = next(iter(state["record"]), None)
+        self._events.load_state_dict(state["events"])
         self.engine.load_state_dict(state["optimization"], Changes("program" if changes.are_of_program else None))
-        self._scheduling.load_state_dict(state["scheduler"], state.get("schedules", {}), changes)
+        self._scheduling.load_state_dict(state["scheduler"], state["schedules"], changes)
         manager, ranks = DistributedManager(), state["ranks"]
         is_same_job = len(ranks) == manager.world_size
         is_resumed = self._resume_source(ranks[manager.rank if is_same_job else 0]["source"], is_same_job=is_same_job)
         sums = ranks[manager.rank]["sums"] if is_same_job else sum(own["sums"] for own in ranks)
         if is_resumed:
             own = sums if is_same_job or manager.is_main else torch.zeros_like(sums)
-            self._accumulators.resume(state.get("names", self._accumulators.names), own)
+            self._accumulators.resume(state["names"], own)
         if is_same_job:
             self._stop_reason = ranks[manager.rank]["stop_reason"]
             self.engine.model.load_own_buffers(ranks[manager.rank]["buffers"])
@@ -188,12 +233,11 @@ class Training:
         if len(ranks) != world_size:
             self._reporter.log("resuming on %d ranks from a checkpoint of %d", world_size, len(ranks))
         self.engine.compare(state["optimization"], changes)
-        described = state.get("schedules", {})
-        self._scheduling.compare([*described], described, changes)
-        saved, own = ranks[0]["source"].get("batch_size"), self._source.batch_size
+        self._scheduling.compare(state["schedules"], changes)
+        saved, own = ranks[0]["source"]["batch_size"], self._source.batch_size
         if saved is not None and own is not None and saved * len(ranks) != own * world_size:
             changes.note("batch_size", saved, own, suffix=", whose batches are used")
-        changes.tell()
+        changes.report()
 
     def go_on_from(self, latest: Training) -> None:
         """Resume from the latest run in this program, with its model, optimizer and scheduler as they are now."""
@@ -223,16 +267,17 @@ class Training:
             self._num_batches, self._record = 0, None
         return is_resumed
 
-    def _run_epoch(self, accumulate: int, bar: ProgressBar) -> bool:
+    def _run_epoch(self, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
         self._events.emit(Callback.on_epoch_begin, self.epoch)
         self.engine.follow_freezing()
         if self._pending == "step":
-            self._conclude_step()
+            self._end_step()
         self._validate_within()  # where a stop came between a step and its validation
         started = time.perf_counter()
         self._step_records.resume()
-        for steps in _windows(self._batches(), accumulate):
+        batches = self._batches()
+        while steps := list(itertools.islice(batches, self._limits.accumulate)):
             is_taken = self._take_step(steps)
             bar.advance(len(steps), self._accumulators)
             must_stop = DistributedManager().should_stop()
@@ -248,43 +293,48 @@ class Training:
                 self._step_records.resume()
             if must_stop:
                 return False
-        self._tell_step_records()
+        self._emit_step_records()
         self.engine.check()  # before the results of the epoch are recorded
         self._add_time(started)
         return True
 
-    def _take_step(self, batches: Sequence[Step]) -> bool:
+    def _take_step(self, steps: Sequence[Step]) -> bool:
         """Learn from some batches; return False if that was left out."""
-        rates = self._scheduling.learning_rates
-        is_taken = self.engine.run(self._learn, batches, self._accumulators, self._events)
-        if is_taken:
-            self._scheduling.after_step(self.engine.num_taken)
+        engine, accumulators, rates, found = self.engine, self._accumulators, self._scheduling.learning_rates, []
+        with closing(engine.window(steps)) as batches:
+            for batch, step in zip(batches, steps, strict=True):
+                outcome = self._learn(batch)
+                found.append(accumulators.measure(outcome, step.num_own))
+                nan = torch.tensor(math.nan, device=found[-1].device)
+                loss = outcome.loss.detach() if isinstance(outcome, Outcome) else next(iter(found[-1]), nan)
+                self._events.emit(Callback.on_train_batch_end, step.batch, loss)
+        if not engine.num_left_out:
+            for values, step in zip(found, steps, strict=True):
+                accumulators.add(values, step.num_own)
+        if engine.is_taken:
+            self._scheduling.after_step(engine.num_taken)
             if self._step_records.are_kept:
-                self._keep_step_record(batches, rates)
+                record = {"step": float(engine.num_steps), "epoch": float(self.epoch), **rates}
+                numbers = {name: [one[index] for one in found] for index, name in enumerate(accumulators.of_steps)}
+                self._step_records.add(TakenStep(record, steps, numbers, engine.norm, accumulators.may_lack))
             self._events.begin()
             self._pending = "step"
         self._is_whole = True
-        if is_taken:
-            self._conclude_step()
-        return is_taken
+        if engine.is_taken:
+            self._end_step()
+        return engine.is_taken
 
-    def _conclude_step(self) -> None:
+    def _end_step(self) -> None:
         if self._step_records.are_due:
-            self._tell_step_records()
+            self._emit_step_records()
         self._events.emit_rest(Callback.on_step_end, self.engine.num_steps)
         self._pending = ""
 
-    def _keep_step_record(self, batches: Sequence[Step], rates: Mapping[str, float]) -> None:
-        engine = self.engine
-        record = {"step": float(engine.num_steps), "epoch": float(self.epoch), **rates}
-        may_lack = self._accumulators.may_lack
-        self._step_records.add(TakenStep(record, batches, engine.numbers, engine.norm, may_lack))
-
-    def _tell_step_records(self) -> None:
+    def _emit_step_records(self) -> None:
         if records := self._step_records.take():
-            self._told = records
+            self._emitted = records
             self._events.emit(Callback.on_step_records, records)
-            self._told = []
+            self._emitted = []
 
     def _batches(self) -> Iterator[Step]:
         """Yield the rest of the epoch: of a pass through the data, or as much of it as the limits allow."""
@@ -334,7 +384,7 @@ class Training:
         self._accumulators, self._seconds = self._new_accumulators(), 0.0
         self.engine.num_skipped = 0
         self._record, self._pending = None, "epoch"
-        self._conclude_epoch()
+        self._end_epoch()
 
     def _results(self) -> Record:
         record = {"epoch": float(self.epoch), **self._accumulators.compute()}
@@ -342,7 +392,7 @@ class Training:
             record |= self._validate()
         return record
 
-    def _conclude_epoch(self) -> None:
+    def _end_epoch(self) -> None:
         record = [*self._history][-1]
         self._events.emit_rest(Callback.on_epoch_end, record)
         turn_into_numbers(record)
@@ -362,16 +412,16 @@ class Training:
         """Validate within the epoch, if that is due and has not been done."""
         num_steps = self.engine.num_steps
         if num_steps != self._validated_at and self._limits.validates_after_step(num_steps):
-            self._tell_step_records()
+            self._emit_step_records()
             record = {"epoch": float(self.epoch), "step": float(num_steps), **self._validate()}
             record |= self._scheduling.learning_rates
             self._scheduling.after_validation(record)
             self._history.validations.append(record)
             self._validated_at, self._pending = num_steps, "validation"
         if self._pending == "validation":
-            self._conclude_validation()
+            self._end_validation()
 
-    def _conclude_validation(self) -> None:
+    def _end_validation(self) -> None:
         record = self._history.validations[-1]
         self._events.emit_rest(Callback.on_validation_end, record)
         turn_into_numbers(record)
@@ -384,7 +434,7 @@ class Training:
 
     def _save(self) -> None:
         if self._auto_save is not None:
-            self._auto_save.save(self._handler)
+            save_in(self._auto_save.folder, self._handler)
 
     def _agree_to_stop(self) -> None:
         """End the training on all ranks if one of them asked for it."""
@@ -393,8 +443,3 @@ class Training:
         if num_asked and (reasons := [reason for reason in all_gather_objects(self._stop_reason) if reason]):
             self.reason, self._stop_reason = reasons[0], ""
             self._reporter.log("stopped: %s", printable(self.reason))
-
-
-def _windows(steps: Iterator[Step], size: int) -> Iterator[list[Step]]:
-    while window := list(itertools.islice(steps, size)):
-        yield window

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.functional import softplus
 from torch.utils.data import TensorDataset
 
-from distman import DistributedManager
-from distman.handler import NNHandler, Stepper
+from distman import DistributedManager, Stepper
+from distman.handler import NNHandler
 
 BATCH = 120  # over all ranks: can be divided by 1, 2, 3 and 4
 NUM_POINTS = 2410  # can not

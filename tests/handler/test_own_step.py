@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.functional import mse_loss, softplus
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 from distman import DistributedManager
 from distman._base.seeds import seed_of
@@ -263,22 +263,6 @@ def accumulated(sums):
     return sum(all_gather_objects(sums)).tolist()
 
 
-@ranks(2)
-def test_ranks_with_unequal_numbers_of_batches_make_the_same_steps(rank):
-    model = Network()
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    inputs, targets = regression().tensors
-    loader = DataLoader(TensorDataset(inputs[: 8 + 24 * rank], targets[: 8 + 24 * rank]), batch_size=8)
-    for _ in range(2):
-        num_batches = 0
-        for own_inputs, own_targets in stepper.batches(loader):
-            stepper.backward(mse_loss(model(own_inputs), own_targets))
-            stepper.step()
-            num_batches += 1
-        assert num_batches == 4
-    assert_same_on_all_ranks(model)
-
-
 @ranks(1, 3)
 def test_an_optimizer_that_calls_a_closure_sees_the_loss_of_all_samples():
     inputs, targets = regression().tensors
@@ -518,11 +502,6 @@ def test_several_optimizers_may_step_with_one_loss(world_size, tmp_path):
     other.load(tmp_path / "saved.pt")
     with pytest.raises(CheckpointError, match="the names of the optimizers must be as saved, a, b, got a, c"):
         other.train(3)
-    state = copy.deepcopy(one.state_dict())
-    del state["training"]["names"]  # as saved before steps had names for what they return
-    again = prepared()
-    again.load_state_dict(state)
-    assert again.train(4)["loss"] == one.train(4)["loss"]
 
 
 def wrong_steps():
@@ -611,61 +590,3 @@ def test_what_is_wrong_is_one_sentence():
         next(stepper.batches([], accumulate=0))
     with pytest.raises(TypeError, match="module must be a bare module, got a DistributedDataParallel"):
         Stepper(DistributedManager().wrap_ddp(model), torch.optim.SGD(model.parameters()))
-
-
-@ranks(1, 2)
-def test_a_loop_goes_on_with_the_next_order_of_a_sampler(rank, world_size):
-    """A loader of its own is told of the epoch, also after a resumption."""
-    data = TensorDataset(torch.arange(8.0)[:, None])
-
-    def run(epochs, state=None):
-        torch.manual_seed(0)
-        model = nn.Linear(1, 1)
-        stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        if state is not None:
-            stepper.load_state_dict(state)
-        loader = DataLoader(data, 2, sampler=DistributedSampler(data, world_size, rank, seed=3))
-        seen = []
-        for _ in range(epochs):
-            for (inputs,) in stepper.batches(loader):
-                seen.append(inputs.flatten().tolist())
-                stepper.backward(model(inputs).square().mean())
-                stepper.step()
-        return seen, copy.deepcopy(stepper.state_dict())
-
-    whole, last = run(3)
-    first, state = run(1)
-    rest, resumed = run(2, state)
-    assert first + rest == whole
-    assert torch.equal(resumed["model"]["module"]["weight"], last["model"]["module"]["weight"])
-
-
-@ranks(1, 2)
-def test_a_state_that_would_lack_a_part_of_a_step_is_refused():
-    torch.manual_seed(0)
-    model = nn.Linear(1, 1)
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.01), ema_decay=0.5)
-    loader = distributed_loader(TensorDataset(torch.ones(8, 1)), batch_size=1)
-
-    def loop(*calls, accumulate=1):
-        for batch in stepper.batches(loader, accumulate=accumulate):
-            for call in calls:
-                call(batch)
-
-    def learn(batch):
-        stepper.backward(model(batch[0]).square().mean())
-
-    def take_state(_):
-        taken.append(stepper.state_dict()["optimization"]["num_steps"])
-
-    taken = []
-    with pytest.raises(DistmanError, match=r"must be taken in the last batch of a step"):
-        loop(learn, take_state, accumulate=2)
-    with pytest.raises(DistmanError, match=r"must be used by a step\(\)"):
-        loop(learn, take_state)
-    with pytest.raises(DistmanError, match=r"backward\(\) must be called before the state of its step is taken"):
-        loop(take_state, learn)
-    taken.clear()
-    first = stepper.num_steps + 1
-    loop(learn, lambda _: stepper.step(), take_state)
-    assert taken == [*range(first, stepper.num_steps + 1)]

@@ -187,7 +187,7 @@ def test_a_loader_draws_from_its_own_generator_as_if_it_had_never_been_cut_off(k
 @ranks(1)
 def test_workers_that_persist_are_told_of(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr("distman.handler._sources.logger.warning", told.append)
+    monkeypatch.setattr("distman.training._sources.logger.warning", told.append)
 
     def make():
         handler = prepare(tmp_path, "plain")

@@ -313,7 +313,7 @@ def assert_weights_are_equal(one, other):
 @ranks(2)
 def test_ranks_that_read_the_same_are_told_so(rank, monkeypatch):
     told = []
-    monkeypatch.setattr("distman.handler._sources.logger.warning", told.append)
+    monkeypatch.setattr("distman.training._sources.logger.warning", told.append)
     stream = Positioned([6])
     prepare(DataLoader(distributed_stream(stream), batch_size=2))[0].train(2)
     assert told == []

@@ -14,7 +14,7 @@ from distman.compat.nnhandler._kinds import ModelType
 from distman.compat.nnhandler._known_classes import class_of
 from distman.compat.nnhandler._start import start
 from distman.errors import CheckpointError
-from distman.handler._saved_arguments import saved_arguments
+from distman.handler._archive import saved_arguments
 
 if TYPE_CHECKING:
     from distman.compat.nnhandler._handler import NNHandler

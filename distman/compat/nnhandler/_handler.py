@@ -14,7 +14,7 @@ from distman._torch_internals import tree_map
 from distman.compat.nnhandler import _checkpoints, _kinds
 from distman.compat.nnhandler._setup import refuse
 from distman.compat.nnhandler._training import Training
-from distman.handler._evaluation import evaluating
+from distman.handler._objective import evaluating
 
 
 class NNHandler(Training):

@@ -119,7 +119,7 @@ class LoaderSource:
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_at(self._epoch, self._position)
 
-    def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
+    def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:  # noqa: ARG002 - any job is
         """Resume after this position, saved by any number of ranks; return False if the data have changed."""
         self.loader.load_state_dict(state)
         reached = self.loader.state_dict()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -18,22 +17,21 @@ from distman.checkpoint import load_model_state, model_state
 from distman.checkpoint._model_state import without_compiled
 from distman.collectives._objects import broadcast_data
 from distman.errors import DistmanError
-from distman.handler._average import Average
-from distman.handler._changes import Changes
-from distman.handler._sharding import (
+from distman.manager import DistributedManager
+from distman.training._average import Average
+from distman.training._changes import Changes
+from distman.training._sharding import (
     compile_parts,
     forget_step,
     gathered,
+    is_sharded,
     place_parts,
     put_together_once,
     without_reduction,
 )
-from distman.handler._strategy import Strategy
-from distman.manager import DistributedManager
 
 _WITH_MEANS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 """Modules whose buffers training writes on each rank, and evaluation reads: of those rank 0's are enough."""
-
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
@@ -49,17 +47,26 @@ class TrainedModel:
         module: torch.nn.Module,
         *,
         compile_options: Mapping[str, Any] | None = None,
-        strategy: Strategy | None = None,
+        strategy: Literal["ddp", "fsdp"] = "ddp",
+        strategy_options: Mapping[str, Any] | None = None,
         wraps: bool = True,
     ) -> None:
-        self._strategy = strategy or Strategy()
-        self.module = self._strategy.place(module)
+        self._options = strategy_options or {}
+        is_on_meta = any(one.is_meta for one in [*module.parameters(), *module.buffers()])
+        if is_on_meta and strategy != "fsdp":
+            raise ValueError(
+                "a model on the meta device must be sharded, got strategy='ddp'. Pass strategy='fsdp', and a function "
+                "that sets its values: strategy_options={'initialize': function}."
+            )
+        self.module = module if is_on_meta else module.to(DistributedManager().device)
+        if strategy == "fsdp":
+            DistributedManager().wrap_fsdp(self.module, **self._options)
+        self.is_sharded = strategy == "fsdp" and is_sharded(self.module)
+        self._ddp_options = {} if strategy == "fsdp" else self._options
         self.average: Average | None = None
-        self._is_training = self._is_evaluated = False
-        self.is_sharded = self._strategy.shard(self.module)
-        self._trained: list[torch.nn.Parameter] = []
+        self._is_training = self._is_evaluated = self._is_used = False
+        self._trained = self._trainable() if self.is_sharded else []
         if self.is_sharded:
-            self._trained = self._trainable()
             self.module.register_forward_pre_hook(self._refuse, prepend=True)
         else:
             self._share([*module.parameters()])
@@ -67,10 +74,8 @@ class TrainedModel:
             compile_parts(self.module, compile_options)
         elif compile_options is not None:
             self.module.compile(**compile_options)
-        self._gradient_order: list[list[int]] = []
-        self._has_buckets = False
-        self._is_used = False
-        self._wrapped = self.module
+        self._are_buckets_sorted = False
+        self.wrapped = self.module  # as DistributedDataParallel, on several ranks and where it is not sharded
         if wraps:
             self.wrap()
 
@@ -87,14 +92,12 @@ class TrainedModel:
             return
         if self.is_sharded:
             put_together_once(self.module)
-        self._trained = trained
-        if self._has_buckets:  # else the order, if there is one, is that of a run to be resumed
-            self._gradient_order, self._has_buckets = [], False
-        self._wrapped = self.module
+        self._trained, self._are_buckets_sorted, self.wrapped = trained, False, self.module
         if trained and not self.is_sharded:
-            self._wrapped = self._strategy.wrap(self.module)
-        if isinstance(self._wrapped, DistributedDataParallel):
-            self._wrapped.register_forward_pre_hook(self._refuse)
+            options = {"gradient_as_bucket_view": True, **self._ddp_options}
+            self.wrapped = DistributedManager().wrap_ddp(self.module, **options)
+        if isinstance(self.wrapped, DistributedDataParallel):
+            self.wrapped.register_forward_pre_hook(self._refuse)
 
     def forget_step(self) -> None:
         """Let a sharded module have its own parameters again after a step that raised."""
@@ -106,16 +109,10 @@ class TrainedModel:
 
     def unwrap(self) -> None:
         """Train the bare module from now on, whose gradients are not averaged."""
-        self._trained, self._gradient_order, self._has_buckets = [], [], False
-        self._wrapped = self.module
+        self._trained, self.wrapped = [], self.module
         if self._is_used:
             gc.collect()  # a backward pass that an error cut off would go on in the hooks of the wrapped one
             self._is_used = False
-
-    @property
-    def wrapped(self) -> torch.nn.Module:
-        """The module as DistributedDataParallel; the bare module on one process, or where it is sharded."""
-        return self._wrapped
 
     @contextmanager
     def training(self) -> Iterator[torch.nn.Module]:
@@ -123,17 +120,17 @@ class TrainedModel:
         self._is_training = self._is_used = True
         try:
             with WaitScope("a step of the sharded model") if self.is_sharded else nullcontext():
-                yield self._wrapped
+                yield self.wrapped
         finally:
             self._is_training = False
 
     @contextmanager
-    def told_of_unused(self) -> Iterator[None]:
+    def explaining_unused(self) -> Iterator[None]:
         """Say which parameters had no gradient on this rank where DistributedDataParallel has waited for them."""
         try:
             yield
         except RuntimeError as error:
-            if _UNFINISHED not in str(error) or not isinstance(self._wrapped, DistributedDataParallel):
+            if _UNFINISHED not in str(error) or not isinstance(self.wrapped, DistributedDataParallel):
                 raise
             found = re.search(rf"for rank {DistributedManager().rank}: ([\d ]+)", str(error))
             names = [name for name, one in self.module.named_parameters() if one.requires_grad]
@@ -144,58 +141,30 @@ class TrainedModel:
                 "DDP_FIND_UNUSED_PARAMETERS=1."
             ) from error
 
-    @contextmanager
-    def backward_pass(self) -> Iterator[None]:
-        """Note within a ``with`` block in which order the first gradients come that are summed over the ranks.
-
-        DistributedDataParallel sorts its buckets by it, on which the last bits of the sums depend.
-        """
-        if not self._sorts_buckets or not getattr(self._wrapped, "require_backward_grad_sync", False):
-            yield
-            return
-        order: list[list[int]] = []
-
-        def note(index: int, parameter: torch.Tensor) -> None:
-            order.append([index, int(parameter.grad is not None and parameter.grad.is_sparse)])
-
-        handles = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(note, index))
-            for index, parameter in enumerate(self._trained)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._gradient_order, self._has_buckets = order, True
-
     def sort_buckets(self) -> None:
-        """Let DistributedDataParallel sort its buckets as it did after the first step of the run that is resumed.
+        """Let DistributedDataParallel sort its buckets once and for all, in the reverse order of the parameters.
 
-        Collective. Gradients of zero come in the order of that run; nothing of the program's is called.
+        Collective. It sorts them after the first backward pass, in the order of its gradients, and the last bits of the
+        sums depend on it. A run that is resumed would have other buckets in its first step, so each run makes a pass
+        of its own first, with gradients of zero.
         """
-        wrapped, order = self._wrapped, self._gradient_order
-        if not self._sorts_buckets or len(order) != len(self._trained):
+        wrapped = self.wrapped
+        if self._are_buckets_sorted or not isinstance(wrapped, DistributedDataParallel):
             return
-        wrapped.module = _ZeroGradients([(self._trained[index], bool(is_sparse)) for index, is_sparse in order])
+        self._are_buckets_sorted = True
+        if wrapped.find_unused_parameters:  # then it does not
+            return
+        wrapped.module = _ZeroGradients(self._trained, _sparse_parameters(self.module))
         try:
-            with self.training() as model, WaitScope("the first step of a resumed training"):
+            with self.training() as model, WaitScope("the buckets of the gradients"):
                 model().backward()
         finally:
             wrapped.module = self.module
         self.module.zero_grad()
-        self._has_buckets = True
-
-    @property
-    def _sorts_buckets(self) -> bool:
-        """Whether DistributedDataParallel has yet to sort its buckets; it never does if parameters may be unused."""
-        wrapped = self._wrapped
-        is_parallel = isinstance(wrapped, DistributedDataParallel) and not wrapped.find_unused_parameters
-        return is_parallel and not self._has_buckets
 
     def without_synchronization(self) -> AbstractContextManager[None]:
-        if isinstance(self._wrapped, DistributedDataParallel):
-            context: AbstractContextManager[None] = self._wrapped.no_sync()
+        if isinstance(self.wrapped, DistributedDataParallel):
+            context: AbstractContextManager[None] = self.wrapped.no_sync()
             return context
         return without_reduction(self.module) if self.is_sharded else nullcontext()
 
@@ -204,13 +173,8 @@ class TrainedModel:
         if decay is None:
             self.average = None
             return
-        if self.average is None:
-            self.average = self._new_average()
+        self.average = self.average or Average(self.module, is_sharded=self.is_sharded)
         self.average.set_options(decay, use_buffers=use_buffers)
-
-    def after_step(self) -> None:
-        if self.average is not None:
-            self.average.update()
 
     @contextmanager
     def evaluating(self) -> Iterator[torch.nn.Module]:
@@ -235,7 +199,7 @@ class TrainedModel:
     def _evaluated_parts(self) -> Iterator[None]:
         """Let each rank have all weights of a sharded model, or their average, so that its calls wait for nobody."""
         average = self.average.put_in() if self.average is not None else nullcontext()
-        with average, gathered(self.module, reshards=self._strategy.reshards):
+        with average, gathered(self.module, reshards=self._options.get("reshard_after_forward")):
             self._is_training = True
             try:
                 yield
@@ -281,12 +245,7 @@ class TrainedModel:
                 "the model may have other values. Save before it or after it."
             )
         average = None if self.average is None else self.average.state_dict()
-        return {
-            "module": model_state(self.module),
-            "average": average,
-            "gradient_order": self._gradient_order,
-            "frozen": self._frozen(),
-        }
+        return {"module": model_state(self.module), "average": average, "frozen": self._frozen()}
 
     def evaluated_state(self) -> dict[str, Any]:
         """Return the average, if one is kept, else weights and buffers; under the names of the bare model."""
@@ -297,29 +256,21 @@ class TrainedModel:
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
         """Restore such a state, and note what was frozen then and is not now."""
-        if changes is not None and "frozen" in state:
+        if changes is not None:
             changes.note("frozen parameters", state["frozen"], self._frozen())
         if changes is None or not changes.are_of_program:
-            self._freeze(state.get("frozen"))
+            for name, parameter in self.module.named_parameters():
+                parameter.requires_grad_(without_compiled(name) not in state["frozen"])
         load_model_state(self.module, place_parts(self.module, state["module"]) if self.is_sharded else state["module"])
-        if not self._has_buckets:
-            self._gradient_order = state["gradient_order"]
-        if state["average"] is not None:
-            self.average = self.average or self._new_average()
-            self.average.load_state_dict(state["average"])
-        else:
+        if state["average"] is None:
             self.average = None
+            return
+        self.average = self.average or Average(self.module, is_sharded=self.is_sharded)
+        self.average.load_state_dict(state["average"])
 
     def _frozen(self) -> list[str]:
         named = self.module.named_parameters()
         return [without_compiled(name) for name, one in named if not one.requires_grad]
-
-    def _freeze(self, names: Sequence[str] | None) -> None:
-        for name, parameter in self.module.named_parameters() if names is not None else ():
-            parameter.requires_grad_(without_compiled(name) not in (names or ()))
-
-    def _new_average(self) -> Average:
-        return Average(self.module, is_sharded=self.is_sharded)
 
     @staticmethod
     def _share(tensors: list[torch.Tensor]) -> None:
@@ -329,7 +280,7 @@ class TrainedModel:
             for own, shared in zip(tensors, broadcast_data(tensors), strict=True):
                 own.copy_(shared)
 
-    def _refuse(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def _refuse(self, *_: Any) -> None:
         """Raise if the wrapped module is called outside of a step: its backward pass would wait for other ranks."""
         if not self._is_training:
             raise DistmanError(
@@ -344,16 +295,15 @@ class TrainedModel:
 
 
 class _ZeroGradients(torch.nn.Module):
-    """A module whose loss gives parameters gradients of zero, one after another."""
+    """A module whose loss gives parameters gradients of zero, the last one first."""
 
-    def __init__(self, parameters: Sequence[tuple[torch.nn.Parameter, bool]]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], sparse: Collection[int]) -> None:
         super().__init__()
-        self._in_order = list(parameters)
+        self._in_order, self._sparse = list(parameters), sparse
 
     def forward(self) -> torch.Tensor:
         # What was computed last is differentiated first.
-        parts = [_Zero.apply(parameter, is_sparse) for parameter, is_sparse in reversed(self._in_order)]
-        return torch.stack(parts).sum()
+        return torch.stack([_Zero.apply(one, id(one) in self._sparse) for one in self._in_order]).sum()
 
 
 class _Zero(torch.autograd.Function):
@@ -371,3 +321,20 @@ class _Zero(torch.autograd.Function):
         indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)  # of rows, as embeddings have them
         values = parameter.new_empty(0, *parameter.shape[1:])
         return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True), None
+
+
+def _sparse_parameters(module: torch.nn.Module) -> set[int]:
+    """Return the ids of the parameters that DistributedDataParallel expects sparse gradients of."""
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {id(one.weight) for one in module.modules() if isinstance(one, embeddings) and one.sparse}
+
+
+def check_strategy(strategy: str, options: Mapping[str, Any]) -> None:
+    """Refuse a way in which the ranks cannot share the training of a model."""
+    if strategy not in ("ddp", "fsdp"):
+        raise ValueError(f"strategy must be 'ddp' or 'fsdp', got {strategy!r}. Choose one of them.")
+    if not isinstance(options.get("reshard_after_forward"), bool | None):
+        raise TypeError(
+            "reshard_after_forward must be True or False, got "
+            f"{options['reshard_after_forward']!r}. Call manager.wrap_fsdp() in a loop of your own for it."
+        )

@@ -1,9 +1,10 @@
-"""What a step, or a loop, of one's own is made of: gradients and steps that are the same on all ranks."""
+"""What a loop, or a step, of your own is made of: gradients and steps that are the same on all ranks."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -11,21 +12,25 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from distman.data import TrainingLoader
-from distman.handler._changes import Changes
-from distman.handler._engine import Closure, Engine
-from distman.handler._model import TrainedModel
-from distman.handler._options import StepOptions
-from distman.handler._scheduling import UNNAMED
-from distman.handler._sources import ForeignSource, Step
+from distman.manager import DistributedManager
+from distman.training._changes import Changes
+from distman.training._engine import Closure, Engine, StepOptions
+from distman.training._model import TrainedModel
+from distman.training._optimizers import UNNAMED
+from distman.training._sources import ForeignSource, Step
+
+training_logger = logging.getLogger("distman.training")
+"""Logs the numbers of a training, at level INFO, on rank 0."""
 
 
 class Stepper:
-    """A module and its optimizers, for a step or a loop of one's own on any number of ranks.
+    """A module and its optimizers, for a loop or a step of your own on any number of ranks.
 
     Collective. The module is moved to the manager's device and gets the weights of rank 0; it is called as it is. Each
-    optimizer steps with the gradient of the mean loss over the samples of all ranks, which is summed over the ranks
-    when it steps, so all ranks must call :meth:`step` for the same optimizers in the same order: ranks that do not are
-    told so. A function that :meth:`NNHandler.set_step` was given gets one; a loop without a handler makes its own.
+    optimizer steps with the gradient of the mean loss over the samples of all ranks, however unevenly these are
+    divided. It is summed over the ranks when the optimizer steps, so all ranks must call :meth:`step` for the same
+    optimizers in the same order; if they do not, all get an error. A function that :meth:`NNHandler.set_step` was given
+    gets a stepper; a loop without a handler makes its own.
 
     Args:
         module: The module, with all parts that are trained.
@@ -39,8 +44,8 @@ class Stepper:
         check_every: See :meth:`NNHandler.train`; it counts the steps of all optimizers.
 
     Raises:
-        TypeError: ``module`` is no bare module.
-        ValueError: An option is not valid, or a parameter belongs to two optimizers, or is none of the module's.
+        TypeError: ``module`` is not a bare module.
+        ValueError: An option is not valid, or a parameter belongs to two optimizers, or not to the module.
         NotInitializedError: The manager has not been initialized.
 
     Example:
@@ -75,7 +80,7 @@ class Stepper:
                 "gradients are summed over the ranks when an optimizer steps."
             )
         named = {UNNAMED: optimizers} if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-        options = StepOptions(1, amp, clip_norm, ema_decay, non_finite, check_every, use_buffers)
+        options = StepOptions(amp, clip_norm, ema_decay, use_buffers, non_finite, check_every)
         self._engine = Engine(TrainedModel(module, wraps=False), named, options, wraps=False)
 
     @classmethod
@@ -83,6 +88,10 @@ class Stepper:
         stepper = cls.__new__(cls)
         stepper._engine = engine
         return stepper
+
+    def __repr__(self) -> str:
+        optimizers = ", ".join(f"{name}={type(one).__name__}" for name, one in self.optimizers.items())
+        return f"Stepper({type(self.module).__name__}, {optimizers}, num_steps={self.num_steps})"
 
     @property
     def module(self) -> torch.nn.Module:
@@ -151,7 +160,8 @@ class Stepper:
     def backward(self, loss: torch.Tensor, *names: str, retain_graph: bool = False) -> None:
         """Compute the gradient of a loss, for the parameters of some optimizers and no others, and add it to theirs.
 
-        Local.
+        Local. The loss is weighted by this rank's share of the samples of the step: pass it as it is, without the
+        ``loss_scale`` of the loader, and without dividing it by the number of batches that are accumulated.
 
         Args:
             loss: Mean over the samples of this rank's batch, shape ``()``.
@@ -159,7 +169,7 @@ class Stepper:
             retain_graph: Keep the graph, for another loss that shares a part of it.
 
         Raises:
-            TypeError: The loss is no tensor.
+            TypeError: The loss is not a tensor.
             ValueError: The loss is not one number, or there is no such optimizer.
             DistmanError: Called outside of a batch.
 
@@ -223,6 +233,42 @@ class Stepper:
         """
         return self._engine.autocast()
 
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on rank 0, and nothing elsewhere.
+
+        Local.
+
+        Args:
+            values: What to print.
+            options: As of Python's ``print``, such as ``sep``.
+
+        Example:
+            >>> manager, network = DistributedManager.initialize(), torch.nn.Linear(2, 1)
+            >>> stepper = Stepper(network, torch.optim.SGD(network.parameters(), lr=0.1))
+            >>> stepper.print("epoch", 1)
+            epoch 1
+        """
+        if DistributedManager().is_main:
+            print(*values, **options)  # noqa: T201 - what it is for
+
+    def log(self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None) -> None:
+        """Log numbers of rank 0, by the logger ``distman.training`` at level INFO; nothing elsewhere.
+
+        Local. For means over all ranks pass what :func:`distman.metrics.aggregate_metrics` returns.
+
+        Args:
+            values: Numbers by name.
+            step: Number of the step; None is :attr:`num_steps`.
+
+        Example:
+            >>> manager, network = DistributedManager.initialize(), torch.nn.Linear(2, 1)
+            >>> stepper = Stepper(network, torch.optim.SGD(network.parameters(), lr=0.1))
+            >>> stepper.log({"loss": 0.25, "lr": 0.1})  # step 0: loss 0.25, lr 0.1
+        """
+        if DistributedManager().is_main:
+            number = self.num_steps if step is None else step
+            training_logger.info("step %d: %s", number, as_text(values))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the weights, their average, the states of the optimizers, and the numbers of steps and epochs.
 
@@ -233,7 +279,7 @@ class Stepper:
             DistmanError: The step has batches left, or a gradient has been computed, but not used.
             NonFiniteLossError: On every rank: a step has spoilt the weights, see ``check_every``.
         """
-        self._engine.conclude()
+        self._engine.end_step()
         self._engine.check()
         states = {"model": self._engine.model.state_dict(), "optimization": self._engine.state_dict()}
         return {**states, "num_passes": self._num_passes}
@@ -262,8 +308,8 @@ class Stepper:
         self._engine.model.load_state_dict(state["model"])
         changes = Changes(on_change)
         self._engine.load_state_dict(state["optimization"], changes)
-        self._num_passes = state.get("num_passes", 0)
-        changes.tell()
+        self._num_passes = state["num_passes"]
+        changes.report()
 
     def _read(self, loader: Iterable[Any]) -> Iterator[Step]:
         if isinstance(loader, TrainingLoader):
@@ -278,4 +324,5 @@ class Stepper:
             self._num_passes = epoch + 1
 
 
-StepFunction = Callable[[Stepper, Any], Mapping[str, Any] | torch.Tensor | float | None]
+def as_text(values: Mapping[str, float | torch.Tensor]) -> str:
+    return ", ".join(f"{name} {float(value):.4g}" for name, value in values.items())

@@ -52,7 +52,7 @@ class Changes:
         """Note in what two descriptions differ, of which the file's is to go on unless the program counts."""
         self._found += [f"{one}{suffix}" for one in _differences(what, saved, own)]
 
-    def tell(self) -> None:
+    def report(self) -> None:
         if not self._found:
             return
         found = printable("; ".join(self._found))

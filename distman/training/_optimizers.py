@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from distman.checkpoint._model_state import without_compiled as bare_name
-from distman.handler._changes import Changes, class_of, options_of, use_options
-from distman.handler._scheduling import UNNAMED
-from distman.handler._sharding import place_optimizer_state
 from distman.manager import DistributedManager
+from distman.training._changes import Changes, class_of, options_of, use_options
+from distman.training._sharding import place_optimizer_state
+
+UNNAMED = "optimizer"
+"""Name of an optimizer that is the only one."""
 
 
 class Optimizers:
@@ -59,12 +61,12 @@ class Optimizers:
 
     def compare(self, state: Mapping[str, Any], changes: Changes) -> list[str]:
         """Return the names of the optimizers that such a state can be loaded into, and note what differs."""
-        states, described = _states_in(state), state.get("described", {})
+        states, described = _states_in(state), state["described"]
         if not changes.fit("the names of the optimizers", sorted(states), sorted(self.by_name)):
             states = {name: one for name, one in states.items() if name in self.by_name}
         fitting = []
         for name in states:
-            saved, own = described.get(name, self._described[name]), self._described[name]
+            saved, own = described[name], self._described[name]
             label = "the optimizer" if name == UNNAMED else f"the optimizer {name}"
             parts = {"class": f"the class of {label}", "parameters": f"the parameters of {label}"}
             if all([changes.fit(what, saved[part], own[part]) for part, what in parts.items()]):  # noqa: C419 - all of them
@@ -73,11 +75,11 @@ class Optimizers:
         return fitting
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
-        states, described = _states_in(state), state.get("described", {})
+        states, described = _states_in(state), state["described"]
         for name in self.compare(state, changes):
             optimizer = self.by_name[name]
             optimizer.load_state_dict(place_optimizer_state(optimizer, states[name]))
-            if changes.are_of_program and name in described:
+            if changes.are_of_program:
                 use_options(optimizer, described[name]["options"], self._described[name]["options"])
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from distman.checkpoint import load_model_state, model_state
-from distman.handler._sharding import own_part, placed_as
+from distman.training._sharding import own_part, placed_as
 
 _STATISTICS = ("running_mean", "running_var")
 

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 
 from distman._coordination.wait_scope import WaitScope
-from distman._torch_internals import is_distributed_tensor, norms
+from distman._torch_internals import is_distributed_tensor, norms, tree_map
 from distman.collectives._fused import fused_all_reduce
 from distman.data._randomness import generators_preserved
 from distman.errors import DistmanError
-from distman.handler._accumulators import Accumulators
-from distman.handler._changes import Changes
-from distman.handler._events import Callback, Events
-from distman.handler._finite import FiniteCheck
-from distman.handler._model import TrainedModel
-from distman.handler._objective import Objective, Outcome, check_loss, to_device
-from distman.handler._optimizers import Optimizers, needs_closure
-from distman.handler._options import StepOptions
-from distman.handler._scheduling import UNNAMED
-from distman.handler._sharding import clip, norm_over_shards, own_part
-from distman.handler._sources import Step
 from distman.manager import DistributedManager
+from distman.training._changes import Changes
+from distman.training._finite import FiniteCheck
+from distman.training._model import TrainedModel
+from distman.training._optimizers import UNNAMED, Optimizers, needs_closure
+from distman.training._sharding import clip, norm_over_shards, own_part
+from distman.training._sources import Step
 
 Closure = Callable[[], torch.Tensor]
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _STEPS_BETWEEN_CHECKS = 32
 """Steps on an accelerator from one look at its gradients to the next: each look waits for all its work."""
 _NUM_PLACES = 8
@@ -37,6 +34,36 @@ _NUM_PLACES = 8
 
 class _NotFiniteError(Exception):
     """A closure has come to a loss or a gradient that is not finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """How the optimizers step; what the options mean is said by :class:`Stepper`."""
+
+    amp: Literal["bf16", "fp16"] | None = None
+    clip_norm: float | None = None
+    ema_decay: float | None = None
+    use_buffers: bool | None = None
+    non_finite: Literal["raise", "skip", "ignore"] = "raise"
+    check_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.amp not in (None, *_DTYPES):
+            raise ValueError(f"amp must be 'bf16', 'fp16' or None, got {self.amp!r}. Choose one of them.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be greater than 0, got {self.clip_norm}. Pass None not to clip.")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"ema_decay must lie between 0 and 1, got {self.ema_decay}. Pass None for no average.")
+        if self.non_finite not in ("raise", "skip", "ignore"):
+            raise ValueError(
+                f"non_finite must be 'raise', 'skip' or 'ignore', got {self.non_finite!r}. Choose one of them."
+            )
+        if self.check_every is not None and self.check_every < 1:
+            raise ValueError(f"check_every must be at least 1, got {self.check_every}. Pass a number of steps.")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return _DTYPES[self.amp] if self.amp else None
 
 
 class Engine:
@@ -69,10 +96,11 @@ class Engine:
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0  # the latter because a loss or the gradient was not finite
         self.num_taken = dict.fromkeys(self.optimizers, 0)  # by each optimizer in the latest step
-        self.numbers: dict[str, list[torch.Tensor]] = {}  # this rank's means over its batches, on the device
-        self.norm: torch.Tensor | None = None  # of its gradient, on the device; None if nobody asked
+        self.norm: torch.Tensor | None = (
+            None  # of the gradient in the latest step, on the device; None if no option needs it
+        )
         self.num_own = 0  # samples of the present batch that count on this rank
-        self._events: Events | None = None  # in a loop of one's own
+        self.emit: Callable[..., None] = lambda _event, *_: None  # to the callbacks of a handler
         self._share: float | None = None  # of a batch, in the samples of a step on all ranks; None outside of batches
         self._is_last, self._is_over = True, True  # the present batch; the step, to which nothing can be added then
         self._is_stepping = False
@@ -82,7 +110,8 @@ class Engine:
         self._closures: dict[str, list[tuple[Closure, float]]] = {}
         self._norms: list[torch.Tensor] = []  # of the optimizers' gradients in the present step
         self._scaled: set[str] = set()  # optimizers that have stepped since the scale of the loss was updated
-        self._num_left_out = self._num_windows = 0
+        self.num_left_out = 0  # steps of optimizers, in the latest step
+        self._num_windows = 0
         model.sort_buckets()
         may_skip = options.non_finite == "skip" or options.amp == "fp16"
         usual = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_CHECKS
@@ -90,53 +119,31 @@ class Engine:
 
     def _prepare_model(self) -> None:
         """Let the model's gradients be averaged, and refuse what cannot step so."""
-        if not self._wraps:
-            if any(map(is_distributed_tensor, self.model.module.parameters())):
+        if self._wraps:
+            for optimizer in filter(needs_closure, self.optimizers.values()):
                 raise TypeError(
-                    "a step of your own must train a model of which each rank has all weights, got one with parameters "
-                    "that are divided among them. Train it with a loss function: set_loss_fn()."
+                    f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the "
+                    "loss several times per step. Pass it the closure in a step of your own: set_step()."
                 )
-            self.model.unwrap()
+            self.model.wrap()
             return
-        for optimizer in filter(needs_closure, self.optimizers.values()):
+        if any(map(is_distributed_tensor, self.model.module.parameters())):
             raise TypeError(
-                f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the "
-                "loss several times per step. Pass it the closure in a step of your own: set_step()."
+                "a step of your own must train a model of which each rank has all weights, got one with parameters "
+                "that are divided among them. Train it with a loss function: set_loss_fn()."
             )
-        self.model.wrap()
+        self.model.unwrap()
 
     def follow_freezing(self) -> None:
         """Average the gradients of what is trained now: a callback may have frozen a part. Collective."""
         if self._wraps:
             self.model.wrap()
-
-    def run(
-        self, learn: Callable[[Any], Any], steps: Sequence[Step], accumulators: Accumulators, events: Events
-    ) -> bool:
-        """Step with some batches; return False if all of it was left out. Collective.
-
-        What was measured is added to the accumulators, unless something was left out.
-        """
-        self._events = events
-        found = []
-        with closing(self.window(steps)) as batches:
-            for batch, step in zip(batches, steps, strict=True):
-                outcome = learn(batch)
-                values = accumulators.measure(outcome, step.num_own)
-                found.append(values)
-                nan = torch.tensor(math.nan, device=self._device)
-                loss = outcome.loss.detach() if isinstance(outcome, Outcome) else next(iter(values), nan)
-                events.emit(Callback.on_train_batch_end, step.batch, loss)
-        self.numbers = {name: [values[index] for values in found] for index, name in enumerate(accumulators.told)}
-        if not self._num_left_out:
-            for values, step in zip(found, steps, strict=True):
-                accumulators.add(values, step.num_own)
-        return self._is_taken
+            self.model.sort_buckets()
 
     def window(self, steps: Sequence[Step]) -> Generator[Any]:
         """Yield this rank's batches of a step, on its device; for each gradients may be computed. Collective."""
         self._buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
-        self.num_taken, self._num_left_out, self._norms = dict.fromkeys(self.optimizers, 0), 0, []
+        self.num_taken, self.num_left_out, self._norms = dict.fromkeys(self.optimizers, 0), 0, []
         self._num_windows += 1
         num_total = max(sum(step.num_total for step in steps), 1)
         hooked = [] if self._wraps else self.optimizers.values()
@@ -145,12 +152,12 @@ class Engine:
             for index, step in enumerate(steps, start=1):
                 self._share, self._is_last = step.num_own / num_total, index == len(steps)
                 self.num_own, self._is_over = step.num_own, False
-                self._emit(Callback.on_train_batch_start, step.batch)
+                self.emit("on_train_batch_start", step.batch)
                 with self._batch:
                     if not step.num_own:
                         self._batch.enter_context(self._without_a_trace())
                     yield to_device(step.batch, self._device)
-            self.conclude()
+            self.end_step()
         finally:
             self._share, self._is_over = None, True
             self._forget([*self.optimizers])
@@ -160,7 +167,7 @@ class Engine:
             for hook in hooks:
                 hook.remove()
 
-    def conclude(self) -> None:
+    def end_step(self) -> None:
         """End a step, after its last batch, or in it when its state is taken.
 
         This is the only place that says in which order the parts of a state change: the weights, then their average,
@@ -182,19 +189,19 @@ class Engine:
             )
         self.norm = _norm_of(self._norms)
         self._batch.close()
-        if self._num_left_out:
+        if self.num_left_out:
             self._restore_buffers(self._buffers)
-        if any(self.num_taken.values()):
-            self.model.after_step()
-        self.num_steps += self._is_taken
-        self.num_skipped += self._num_left_out
+        if any(self.num_taken.values()) and self.model.average is not None:
+            self.model.average.update()
+        self.num_steps += self.is_taken
+        self.num_skipped += self.num_left_out
         self._is_over = True
 
-    def learn(self, objective: Objective, batch: Any) -> Outcome:
-        """Compute the gradient of a loss of the wrapped model, for all optimizers."""
+    def learn(self, objective: Callable[[torch.nn.Module, Any], Any], batch: Any) -> Any:
+        """Compute the gradient of the ``loss`` of an objective of the wrapped model, for all optimizers."""
         averages = nullcontext() if self._is_last else self.model.without_synchronization()
         with averages, self.model.training() as model:
-            with self.autocast(), self.model.told_of_unused():
+            with self.autocast(), self.model.explaining_unused():
                 outcome = objective(model, batch)
             self.backward(outcome.loss, [*self.optimizers])
         return outcome
@@ -204,9 +211,9 @@ class Engine:
         share = self._share_of("backward()")
         chosen = [*dict.fromkeys(map(self._resolve, names))] or [self._resolve(None)]
         check_loss(loss)
-        self._emit(Callback.on_before_backward, loss)
+        self.emit("on_before_backward", loss)
         waits = WaitScope("backward of the model") if self._wraps else nullcontext()
-        with torch.autocast(self._device.type, enabled=False), waits, self.model.backward_pass():
+        with torch.autocast(self._device.type, enabled=False), waits:
             self._scaler.scale(loss).backward(
                 gradient=_root_of(loss, share * self._world_size if self._wraps else share),
                 retain_graph=retain_graph,
@@ -214,7 +221,7 @@ class Engine:
             )
         for name in chosen:
             self._losses.setdefault(name, []).append(loss.detach())
-        self._emit(Callback.on_after_backward)
+        self.emit("on_after_backward")
 
     def _inputs_of(self, names: Sequence[str]) -> list[torch.nn.Parameter] | None:
         """Return the parameters that get a gradient; None for all, as a wrapped model needs it."""
@@ -267,8 +274,8 @@ class Engine:
             self._scaler.load_state_dict(dict(state))
 
     @property
-    def _is_taken(self) -> bool:
-        return not self._num_left_out or any(self.num_taken.values())
+    def is_taken(self) -> bool:
+        return not self.num_left_out or any(self.num_taken.values())
 
     def _share_of(self, call: str) -> float:
         if self._share is not None and self._is_over:
@@ -340,7 +347,7 @@ class Engine:
         torch.clear_autocast_cache()  # of weights in 16 bits, from before the step
         for name in names:
             self.num_taken[name] += is_taken
-        self._num_left_out += not is_taken
+        self.num_left_out += not is_taken
         if not self._losses:  # else a gradient waits that was computed with the present scale
             self._update_scale()
         return is_taken
@@ -352,7 +359,7 @@ class Engine:
         self._scaled.update(names)
         for name in names:
             self._scaler.unscale_(self.optimizers[name])
-        self._emit(Callback.on_before_optimizer_step)
+        self.emit("on_before_optimizer_step")
         found = [norm for norm in map(self._clip, names) if norm is not None]
         self._norms += found
         self._finite.add(self._num_begun, self._label(names), _norm_of(found), self._losses[names[0]])
@@ -481,10 +488,6 @@ class Engine:
         """Return the names of optimizers for a message; empty where there is only one without a name."""
         return "" if [*self.optimizers] == [UNNAMED] else ", ".join(names)
 
-    def _emit(self, event: Callable[..., None], *args: Any) -> None:
-        if self._events is not None:
-            self._events.emit(event, *args)
-
     def _copy_buffers(self) -> list[torch.Tensor]:
         return [buffer.clone() for buffer in self.model.module.buffers()]
 
@@ -515,3 +518,19 @@ def _root_of(loss: torch.Tensor, factor: float) -> torch.Tensor:
     """Return where a backward pass begins: with NaN if the loss is not finite, so that it is seen on all ranks."""
     loss = loss.detach()
     return (loss - loss) + factor
+
+
+def check_loss(loss: object) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"the loss must be a tensor with one element, got a {type(loss).__name__}. Return the number to minimize; "
+            "pass what else is to be measured to add_metric()."
+        )
+    if loss.numel() != 1:
+        raise ValueError(f"the loss must be one number, got shape {tuple(loss.shape)}. Take its mean over the batch.")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
