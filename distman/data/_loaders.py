@@ -36,6 +36,9 @@ class EvaluationLoader(DataLoader[Any]):
         super().__init__(dataset, batch_sampler=batches, generator=torch.Generator(), **options)
         self.batches = batches
 
+    def __repr__(self) -> str:
+        return f"EvaluationLoader({type(self.dataset).__name__}, {len(self)} batches on this rank)"
+
 
 class TrainingLoader(DataLoader[Any]):
     """A DataLoader that shuffles in each epoch, and whose position within an epoch can be saved and restored.
@@ -65,6 +68,9 @@ class TrainingLoader(DataLoader[Any]):
         self.batches = batches
         self.num_own = self.num_total = 0
         self._next = self._reached = (0, 0)
+
+    def __repr__(self) -> str:
+        return f"TrainingLoader({type(self.dataset).__name__}, {len(self)} steps on {self.batches.num_ranks} ranks)"
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch declares its own iterator type
         """Iterate over the next epoch, or over the rest of the one that was restored."""

@@ -98,6 +98,14 @@ def test_the_position_within_an_epoch_is_restored(make):
 
 
 @ranks(2)
+def test_a_loader_says_what_it_is():
+    training = distributed_loader(numbers(11), batch_size=2)
+    assert repr(training) == "TrainingLoader(TensorDataset, 3 steps on 2 ranks)"
+    evaluation = distributed_loader(numbers(11), batch_size=2, evaluation=True)
+    assert repr(evaluation) == "EvaluationLoader(TensorDataset, 3 batches on this rank)"
+
+
+@ranks(2)
 def test_an_epoch_that_was_left_is_over_and_any_epoch_can_be_chosen():
     loader = distributed_loader(numbers(12), batch_size=2)
     first = [indices.tolist() for indices, _ in loader]
