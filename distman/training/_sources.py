@@ -256,7 +256,7 @@ class ForeignSource:
             return None
         try:
             return len(self.batches)
-        except (TypeError, NotImplementedError):  # a DataLoader over a stream has a length that cannot be asked for
+        except (TypeError, NotImplementedError):  # of a DataLoader over a stream
             return None
 
     @property
@@ -323,7 +323,7 @@ def _has_state(value: object) -> bool:
 def _checksum(batch: Any) -> int:
     """Return a number that is the same for equal batches; 0 if there is nothing to compare."""
     found = next((one for one in tree_leaves(batch) if isinstance(one, torch.Tensor) and one.numel()), None)
-    if found is None or found.layout != torch.strided:
+    if found is None or found.layout != torch.strided or bool((found == found.flatten()[0]).all()):  # of constant data
         return 0
     return zlib.crc32(found.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 

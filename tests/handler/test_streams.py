@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from distman import DistributedManager
+from distman import DistributedManager, Stepper
 from distman.collectives import all_gather_objects
 from distman.data import distributed_stream
 from distman.errors import DistmanError
@@ -316,6 +316,9 @@ def test_ranks_that_read_the_same_are_told_so(rank, monkeypatch):
     monkeypatch.setattr("distman.training._sources.logger.warning", told.append)
     stream = Positioned([6])
     prepare(DataLoader(distributed_stream(stream), batch_size=2))[0].train(2)
+    model = nn.Linear(1, 1)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert len([*stepper.batches([torch.ones(2, 1)])]) == 1  # constant data say nothing
     assert told == []
     prepare(DataLoader(stream, batch_size=2))[0].train(2)
     assert [message.split(":")[0] for message in told] == ["the first batch is the same on all ranks"] * (rank == 0)
