@@ -91,7 +91,7 @@ class Archive:
         self.training: Training | None = None  # of the latest run, or of the current one
         self._loaded: Mapping[str, Any] | None = None  # since the latest run: the next one resumes from it
         self._changes = Changes()
-        self._phases: list[dict[str, Any]] = []  # how far each call of train() has come that is over
+        self._phases: list[dict[str, Any]] = []  # of each call of train() that is over, how far it was
         self._is_passed = False  # all of them by an earlier run of the program
 
     @property
@@ -111,7 +111,7 @@ class Archive:
         self.training, self._loaded, self._is_passed = training, None, False
 
     def end_phase(self) -> None:
-        """Note how far a call of train() has come."""
+        """Note how far the training is at the end of a call of train()."""
         if self.training is not None:
             self._phases.append(
                 {
@@ -247,6 +247,6 @@ def _is_storable(value: object) -> bool:
 
 def _own_path(path: str | os.PathLike[str]) -> str:
     """Return a path beside another one that belongs to this rank alone."""
-    name = os.fspath(path)  # or a URL, which is no Path
+    name = os.fspath(path)  # or a URL, which is not a Path
     suffix = PurePath(name).suffix
     return f"{name.removesuffix(suffix)}.rank{DistributedManager().rank}{suffix}"

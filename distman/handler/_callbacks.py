@@ -20,7 +20,41 @@ if TYPE_CHECKING:
     from distman.handler._nn_handler import NNHandler
 
 
-class EarlyStopping(Callback):
+class _Best:
+    """The best of some values."""
+
+    def __init__(self, mode: Literal["min", "max"], min_delta: float) -> None:
+        self._sign, self._min_delta = sign_of(mode), min_delta
+        self.value: float | None = None
+
+    def improves(self, value: float) -> bool:
+        """Return whether this value is better, and keep it if it is."""
+        is_first = self.value is None and not math.isnan(value)
+        is_better = is_first or (self.value is not None and self._sign * (self.value - value) > self._min_delta)
+        self.value = value if is_better else self.value
+        return is_better
+
+
+class _Monitoring(Callback):
+    """Follows a value, of each epoch, and of each validation within one."""
+
+    _monitor: str
+
+    def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
+        name = self._monitor
+        if name not in record and ("val_loss" in record or not handler.validates):
+            raise ValueError(f"monitor must be a name in the history, got {name!r}. The history has {sorted(record)}.")
+        self._follow(handler, record.get(name))  # None if it is of validations, and this epoch had none
+
+    def on_validation_end(self, handler: NNHandler, record: Record) -> None:
+        if "step" in record and self._monitor.startswith("val_"):  # else the epoch ends, which counts
+            self.on_epoch_end(handler, record)
+
+    def _follow(self, handler: NNHandler, value: float | None) -> None:
+        raise NotImplementedError
+
+
+class EarlyStopping(_Monitoring):
     """Ends the training when a monitored value has stopped improving.
 
     All ranks see the same value, so they stop after the same epoch, or validation within an epoch. Epochs without the
@@ -59,13 +93,6 @@ class EarlyStopping(Callback):
         self._best = _Best(mode, min_delta)
         self.num_waited = 0
 
-    def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
-        self._follow(handler, _find(self._monitor, handler, record))
-
-    def on_validation_end(self, handler: NNHandler, record: Record) -> None:
-        if "step" in record and self._monitor.startswith("val_"):  # else the epoch ends, which counts
-            self._follow(handler, _find(self._monitor, handler, record))
-
     def _follow(self, handler: NNHandler, value: float | None) -> None:
         if value is None:
             return
@@ -80,7 +107,7 @@ class EarlyStopping(Callback):
         self._best.value, self.num_waited = state["best"], state["num_waited"]
 
 
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(_Monitoring):
     """Keeps checkpoints of the latest epochs, and of the best ones; validations within an epoch count like epochs.
 
     To resume after a kill, use :meth:`NNHandler.auto_save`.
@@ -132,14 +159,7 @@ class ModelCheckpoint(Callback):
     def on_train_begin(self, handler: NNHandler) -> None:
         check_writable(self.folder)
 
-    def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
-        self._save(handler, _find(self._monitor, handler, record))
-
-    def on_validation_end(self, handler: NNHandler, record: Record) -> None:
-        if "step" in record and self._monitor.startswith("val_"):  # else the epoch ends, which counts
-            self._save(handler, _find(self._monitor, handler, record))
-
-    def _save(self, handler: NNHandler, value: float | None) -> None:
+    def _follow(self, handler: NNHandler, value: float | None) -> None:
         step = handler.num_steps
         if value is not None and not math.isnan(value):
             ranked = sorted((self.best | {step: value}).items(), key=lambda item: self._sign * item[1])
@@ -190,26 +210,3 @@ class LearningRateMonitor(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rates, self._rate = state["rates"].tolist(), state.get("rate", math.nan)
-
-
-def _find(name: str, handler: NNHandler, record: Record) -> float | None:
-    """Return a value of the epoch; None if it may come from the validation that this epoch did not have."""
-    if name not in record and ("val_loss" in record or not handler.validates):
-        raise ValueError(f"monitor must be a name in the history, got {name!r}. The history has {sorted(record)}.")
-    return record.get(name)
-
-
-class _Best:
-    def __init__(self, mode: Literal["min", "max"], min_delta: float) -> None:
-        self._sign = sign_of(mode)
-        self._min_delta = min_delta
-        self.value: float | None = None
-
-    def improves(self, value: float) -> bool:
-        """Return whether this value is better, and keep it if it is."""
-        if math.isnan(value):
-            return False
-        if self.value is not None and self._sign * (self.value - value) <= self._min_delta:
-            return False
-        self.value = value
-        return True

@@ -1,4 +1,4 @@
-"""The events of a training, and the callbacks that hear them."""
+"""The events of a training, and the callbacks that are called for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ P = ParamSpec("P")
 
 
 class Callback:
-    """The events of a training, one method each, called on every rank; override those that you want to hear.
+    """The events of a training, one method each, called on every rank; override those that you need.
 
     An exception in a callback ends the training on all ranks. A method that communicates must do so on all ranks. Write
     files or print on one rank only: see :func:`distman.on_rank`.
@@ -118,7 +118,7 @@ class Callback:
         Args:
             handler: The handler.
             batch: See :meth:`on_train_batch_start`.
-            loss: This rank's mean loss over the batch, detached. Who reads it waits for the GPU.
+            loss: This rank's mean loss over the batch, detached. Reading it waits for the GPU.
 
         Example:
             >>> class Largest(Callback):
@@ -340,15 +340,15 @@ class Callbacks:
 class Events:
     """The events of one training, emitted to the callbacks of its handler.
 
-    A state that a callback saves says who had heard of the event by then: the run that is resumed from it tells the
-    others, and nobody twice.
+    A state that a callback saves says which callbacks had been called for the event by then: the run that is resumed
+    from it calls the others, and none twice.
     """
 
     def __init__(self, callbacks: Callbacks, handler: NNHandler) -> None:
         self._callbacks, self._handler = callbacks, handler
-        self._heard: dict[str, list[int]] = {}  # of what has happened since the latest step, or epoch
+        self._called: dict[str, list[int]] = {}  # of what has happened since the latest step, or epoch
 
-    def is_heard(self, event: Callable[..., None]) -> bool:
+    def has_listeners(self, event: Callable[..., None]) -> bool:
         """Return whether a callback overrides the method of an event."""
         methods = [getattr(callback, event.__name__) for callback in self._callbacks]
         return any(getattr(method, "__func__", None) is not event for method in methods)
@@ -356,31 +356,34 @@ class Events:
     def emit(
         self, event: Callable[Concatenate[Callback, NNHandler, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        self._heard.pop(event.__name__, None)
+        self._called.pop(event.__name__, None)
         self.emit_rest(event, *args, **kwargs)
 
     def emit_rest(
         self, event: Callable[Concatenate[Callback, NNHandler, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Call the method of the callbacks that have not heard of an event since :meth:`begin`."""
-        heard = self._heard.setdefault(event.__name__, [])
+        """Call the callbacks that have not been called for an event since :meth:`begin`."""
+        called = self._called.setdefault(event.__name__, [])
         for index, callback in enumerate(self._callbacks):
-            if index not in heard:
-                heard.append(index)
+            if index not in called:
+                called.append(index)
                 getattr(callback, event.__name__)(self._handler, *args, **kwargs)
 
     def begin(self) -> None:
-        """Forget who has heard what: a step or an epoch is over, and its events begin."""
-        self._heard.clear()
+        """Forget which have been called: a step or an epoch is over, and its events begin."""
+        self._called.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"names": self._callbacks.names, "heard": {event: [*who] for event, who in self._heard.items()}}
+        return {
+            "names": self._callbacks.names,
+            "called": {event: [*indices] for event, indices in self._called.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore such a state; a callback that is new has missed what it was not there for."""
         names = [*state["names"]]
         places = [names.index(name) if name in names else None for name in self._callbacks.names]
-        self._heard = {
-            event: [own for own, place in enumerate(places) if place is None or place in who]
-            for event, who in state["heard"].items()
+        self._called = {
+            event: [own for own, place in enumerate(places) if place is None or place in indices]
+            for event, indices in state["called"].items()
         }

@@ -201,8 +201,8 @@ class NNHandler:
         """
         if self._model.is_sharded and self._model.average is not None:
             raise DistmanError(
-                "the average of a sharded model is no module: it is in the model for the time of validate(), predict() "
-                "and sample(). Call these."
+                "the average of a sharded model is not a module: it is in the model during validate(), predict() and "
+                "sample(). Call these."
             )
         return None if self._model.average is None else self._model.evaluated
 
@@ -261,7 +261,7 @@ class NNHandler:
             kwargs: Arguments of the class, such as ``lr``.
 
         Raises:
-            TypeError: ``optimizer_class`` is not a class or function that makes an optimizer, or the name is no string.
+            TypeError: ``optimizer_class`` is not a class or function that makes an optimizer; the name is not a string.
 
         Example:
             >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
@@ -538,8 +538,8 @@ class NNHandler:
             callback: The callback.
 
         Raises:
-            TypeError: It is no callback, or has a method that begins with ``on_`` and is not that of an event, or does
-                not take its arguments.
+            TypeError: It is not a callback, or has a method that begins with ``on_`` and is not that of an event, or
+                does not take its arguments.
 
         Example:
             >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)

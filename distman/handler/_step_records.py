@@ -18,12 +18,12 @@ _MOST_UNREAD = 32
 """Steps from one reading to the next, for each of which the host waits for the GPU."""
 
 _SECONDS_UNREAD = 2.0
-"""So long somebody who watches a training of slow steps waits for their numbers."""
+"""Seconds after which the numbers of slow steps are read, for a person who watches the training."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TakenStep:
-    """A step: what is known of it, its batches, this rank's numbers, and the gradient's norm, if somebody asked."""
+    """A step: what is known of it, its batches, this rank's numbers, and the gradient's norm, if an option needs it."""
 
     record: Record
     batches: Sequence[Step]

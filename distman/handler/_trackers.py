@@ -207,7 +207,7 @@ class WandbTracker(Tracker):
 
         hooks = sys.excepthook, sys.exit
         self._of_wandb = wandb.init(id=run, resume="allow", **self._options)
-        sys.excepthook, sys.exit = hooks  # its own would print an error before the other ranks hear of it
+        sys.excepthook, sys.exit = hooks  # its own would print an error before the other ranks are informed
         self._of_wandb.define_metric("*", step_metric="step")  # its own steps only grow, and count calls of log
 
     def write(self, kind: Kind, records: Sequence[Record]) -> None:
@@ -240,5 +240,5 @@ def _is_later(line: bytes, run: str, step: int) -> bool:
     try:
         values = json.loads(line)
         return bool(values["run"] == run and values["step"] > step)
-    except (ValueError, TypeError, KeyError):  # a line of somebody else's
+    except (ValueError, TypeError, KeyError):  # a line of another program
         return False

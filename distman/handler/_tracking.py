@@ -31,10 +31,10 @@ _MOST_WAITING = 1000
 _NOT_IN_NAMES = frozenset("/\\'\"`")
 
 _SECONDS_FOR_THE_REST = 30.0
-"""So long the end of a training waits until all has been written; as long as a server takes to restart."""
+"""Seconds that the end of a training waits until all has been written: a server takes as long to restart."""
 
 _SECONDS_AFTER_AN_ERROR = 5.0
-"""So long an error waits, which is to be shown and may have to end the job."""
+"""Seconds that an error waits, which is to be shown and may have to end the job."""
 
 
 class Tracker(Callback, abc.ABC):
@@ -42,14 +42,15 @@ class Tracker(Callback, abc.ABC):
 
     A derived class says how to :meth:`open` a run, :meth:`write` to it and :meth:`close` it. A thread of rank 0 calls
     these, one after the other, so they may take their time. When one of them raises, or is too slow, there is one
-    warning and the training goes on without the tracker. Add it on all ranks.
+    warning and the training goes on without the tracker. The end of a training waits for the last of them, 30 seconds
+    at most; after an error, 5 seconds. Add it on all ranks.
 
     Args:
         run: Name of the run, one that a folder can have, without quotes; None makes one. A resumed training goes on
             with the run of its checkpoint.
 
     Raises:
-        ValueError: The name is none of these.
+        ValueError: A folder cannot have this name.
 
     Example:
         >>> class Print(Tracker):
@@ -167,10 +168,10 @@ class Tracker(Callback, abc.ABC):
         run = state["run"]
         if _is_name(run):
             self._run = run
-        elif run is not None and DistributedManager().is_main:  # of a training that had not begun there is none
+        elif run is not None and DistributedManager().is_main:  # a training that had not begun has none
             shown = printable(repr(run))
             logger.warning(
-                "%s does not go on with the run of the checkpoint, %s: that is no name", type(self).__name__, shown
+                "%s does not go on with the run of the checkpoint, %s: that is not a name", type(self).__name__, shown
             )
 
     def _put(self, kind: Kind, records: Sequence[Record]) -> None:

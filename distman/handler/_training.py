@@ -7,8 +7,8 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -80,18 +80,27 @@ class Limits:
         return self.validate_every_steps is not None and num_steps % self.validate_every_steps == 0
 
 
+_KEPT = ("epoch", "num_batches", "num_passes", "validated_at", "seconds", "reason", "pending")
+"""What says how far a training is, the same on all ranks: attributes of it, and names in its state."""
+
+
 class Training:
     """The loop over epochs and steps, which can be interrupted and resumed between any two steps.
 
-    After the batches of a step come the weights, their average and the counters, which the engine sets; then the
-    schedule of the learning rate; then the events. After a validation within an epoch come the schedule that monitors
-    it, its record, and its events. After an epoch come its validation, the schedule, the record, the counters, and its
-    events. So what a callback saves is whole, and what is left to do then is *pending*: a run that is resumed from it
-    calls the callbacks that have not been called for the event, and does what follows.
+    After the batches of a step follow the weights, their average and the counters, which the engine sets; then the
+    schedule of the learning rate; then the events. After a validation within an epoch follow the schedule that monitors
+    it, its record, and its events. After an epoch follow its validation, the schedule, the record, the counters, and
+    its events. So what a callback saves is whole, and what is left to do then is *pending*: a run that is resumed from
+    it calls the callbacks that have not been called for the event, and does what follows.
 
     Attributes:
         epoch: Index of the current epoch; between epochs, of the next one.
+        num_batches: Number of batches of this rank in the current epoch.
+        num_passes: Number of passes through the data that are over; epochs may end before the data do.
+        validated_at: Number of steps at the latest validation within an epoch.
+        seconds: Time that the current epoch has taken on this rank.
         reason: Why the ranks agreed to stop before the last epoch; empty if they did not.
+        pending: What has been done whose events have yet to be emitted.
     """
 
     def __init__(
@@ -107,42 +116,39 @@ class Training:
     ) -> None:
         self._handler, self.engine, self._learn = handler, engine, setup.make_learning(engine)
         engine.emit = lambda event, *args: events.emit(getattr(Callback, event), *args)
-        self._source, self._scheduling = setup.make_source(), setup.make_schedules()
-        self._new_accumulators: Callable[[], Accumulators] = Numbers
-        if setup.step is None:
-            self._new_accumulators = functools.partial(Accumulators, setup.metrics)
+        self._source, self._schedules = setup.make_source(), setup.make_schedules()
+        self._new_accumulators = Numbers if setup.step is not None else functools.partial(Accumulators, setup.metrics)
+        self._accumulators: Accumulators = self._new_accumulators()
         self._history, self._auto_save = archive.history, archive.auto_save
         self._reporter, self._events, self._limits = reporter, events, limits
-        self.epoch = 0
-        self._num_batches = 0  # of the current epoch
-        self._pass = 0  # through the data; the index of an epoch too, unless epochs end before the data
+        self.epoch = self.num_batches = self.num_passes = self.validated_at = 0
+        self.seconds, self._since = 0.0, time.perf_counter()
+        self.reason = self._stop_reason = ""
+        self.pending: Literal["", "step", "validation", "epoch"] = ""
         self._is_pass_over = False
         self._reading: Generator[Step] | None = None  # the rest of this pass, which the next epoch may go on with
-        self._validated_at = 0  # steps
-        self.reason = ""
-        self._stop_reason = ""
-        self._accumulators = self._new_accumulators()
-        self._seconds = 0.0
         self._step_records = StepRecords(are_kept=False)  # until it runs
         self._emitted: list[Record] = []  # step records that callbacks are being called with
         self._record: Record | None = None  # of an epoch that has been validated, and is not over
-        self._pending: Literal["", "step", "validation", "epoch"] = ""
         self._is_whole = True  # nothing has been read that has not been learned
         self._source.begin(0)
 
     def run(self, *, progress: bool | None = None) -> bool:
         """Train until the limits are reached; return False if the job was asked to stop before. Collective."""
-        is_heard = torch.tensor(self._events.is_heard(Callback.on_step_records), device=DistributedManager().device)
+        is_heard = torch.tensor(
+            self._events.has_listeners(Callback.on_step_records), device=DistributedManager().device
+        )
         self._step_records = StepRecords(are_kept=bool(fused_all_reduce(is_heard.int()).item()))
         self._events.emit(Callback.on_train_begin)
         if self._emitted:
             self._events.emit_rest(Callback.on_step_records, self._emitted)
             self._emitted = []
-        if self._pending == "epoch":
+        if self.pending == "epoch":
             self._end_epoch()
         try:
-            while self._num_batches or not self._is_over():
-                bar = ProgressBar(self.epoch, self._limits.epochs, self._num_batches_expected(), is_shown=progress)
+            while self.num_batches or not self._is_over():
+                known = [num for num in (self._source.num_steps(), self._limits.limit_batches) if num is not None]
+                bar = ProgressBar(self.epoch, self._limits.epochs, min(known, default=None), is_shown=progress)
                 try:
                     is_done = self._run_epoch(bar)
                 finally:
@@ -150,7 +156,7 @@ class Training:
                 if not is_done:
                     return False
                 self._finish_epoch()
-                if not self._is_over() and DistributedManager().should_stop():  # it may have come in the validation
+                if not self._is_over() and DistributedManager().should_stop():  # perhaps during the validation
                     self._save()
                     return False
         except NonFiniteLossError:  # on all ranks: the steps before may show the reason
@@ -185,19 +191,13 @@ class Training:
             "stop_reason": self._stop_reason,
         }
         return {
-            "epoch": self.epoch,
-            "num_batches": self._num_batches,
-            "pass": self._pass,
-            "validated_at": self._validated_at,
-            "seconds": self._seconds,
-            "reason": self.reason,
+            **{name: getattr(self, name) for name in _KEPT},
             "events": self._events.state_dict(),
-            "pending": self._pending,
             "emitted": as_numbers(self._emitted),
             "record": as_numbers([] if self._record is None else [self._record]),
             "optimization": self.engine.state_dict(),
-            "scheduler": self._scheduling.state_dict(),
-            "schedules": self._scheduling.described,
+            "scheduler": self._schedules.state_dict(),
+            "schedules": self._schedules.described,
             "names": self._accumulators.names,
             "ranks": [own] if has_failed() else all_gather_objects(own),  # no other rank may be left
         }
@@ -208,24 +208,23 @@ class Training:
         If another number of ranks saved it, random numbers are not restored, and rank 0 takes over all sums.
         """
         self._compare(state, changes)
-        self.epoch, self._seconds, self.reason = state["epoch"], state["seconds"], state["reason"]
-        self._num_batches, self._pass, self._validated_at = state["num_batches"], state["pass"], state["validated_at"]
-        self._pending, self._emitted = state["pending"], [*state["emitted"]]
-        self._record = next(iter(state["record"]), None)
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        self._emitted, self._record = [*state["emitted"]], next(iter(state["record"]), None)
         self._events.load_state_dict(state["events"])
         self.engine.load_state_dict(state["optimization"], Changes("program" if changes.are_of_program else None))
-        self._scheduling.load_state_dict(state["scheduler"], state["schedules"], changes)
+        self._schedules.load_state_dict(state["scheduler"], state["schedules"], changes)
         manager, ranks = DistributedManager(), state["ranks"]
         is_same_job = len(ranks) == manager.world_size
-        is_resumed = self._resume_source(ranks[manager.rank if is_same_job else 0]["source"], is_same_job=is_same_job)
-        sums = ranks[manager.rank]["sums"] if is_same_job else sum(own["sums"] for own in ranks)
-        if is_resumed:
-            own = sums if is_same_job or manager.is_main else torch.zeros_like(sums)
-            self._accumulators.resume(state["names"], own)
+        own = ranks[manager.rank if is_same_job else 0]
+        if self._resume_source(own["source"], is_same_job=is_same_job):
+            sums = own["sums"] if is_same_job else sum(one["sums"] for one in ranks)
+            is_for_another = not (is_same_job or manager.is_main)
+            self._accumulators.resume(state["names"], torch.zeros_like(sums) if is_for_another else sums)
         if is_same_job:
-            self._stop_reason = ranks[manager.rank]["stop_reason"]
-            self.engine.model.load_own_buffers(ranks[manager.rank]["buffers"])
-            set_generators_state(ranks[manager.rank]["random"])
+            self._stop_reason = own["stop_reason"]
+            self.engine.model.load_own_buffers(own["buffers"])
+            set_generators_state(own["random"])
 
     def _compare(self, state: Mapping[str, Any], changes: Changes) -> None:
         """Find what the program has changed since, before anything is restored."""
@@ -233,7 +232,7 @@ class Training:
         if len(ranks) != world_size:
             self._reporter.log("resuming on %d ranks from a checkpoint of %d", world_size, len(ranks))
         self.engine.compare(state["optimization"], changes)
-        self._scheduling.compare(state["schedules"], changes)
+        self._schedules.compare(state["schedules"], changes)
         saved, own = ranks[0]["source"]["batch_size"], self._source.batch_size
         if saved is not None and own is not None and saved * len(ranks) != own * world_size:
             changes.note("batch_size", saved, own, suffix=", whose batches are used")
@@ -241,20 +240,17 @@ class Training:
 
     def go_on_from(self, latest: Training) -> None:
         """Resume from the latest run in this program, with its model, optimizer and scheduler as they are now."""
-        self.epoch, self._seconds, self._stop_reason = latest.epoch, latest._seconds, latest._stop_reason
-        self._num_batches, self._pass, self._validated_at = latest._num_batches, latest._pass, latest._validated_at
-        self._pending, self._record = latest._pending, latest._record
+        for name in (*_KEPT, "_stop_reason", "_record"):
+            setattr(self, name, getattr(latest, name))
+        self.reason = ""
         self._events.load_state_dict(latest._events.state_dict())
         self.engine.go_on_from(latest.engine)
         if self._resume_source(latest._source_state(), is_same_job=True):
             self._accumulators.resume(latest._accumulators.names, latest._accumulators.sums)
 
     def _source_state(self) -> dict[str, Any]:
-        return {
-            "kind": type(self._source).__name__,
-            "position": self._source.state_dict(),
-            "batch_size": self._source.batch_size,
-        }
+        source = self._source
+        return {"kind": type(source).__name__, "position": source.state_dict(), "batch_size": source.batch_size}
 
     def _resume_source(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
         """Resume an epoch, and return whether the source is where it was, so that the sums are of the same epoch."""
@@ -262,73 +258,81 @@ class Training:
         if state["kind"] == type(self._source).__name__:
             is_resumed = self._source.load_state_dict(state["position"], is_same_job=is_same_job)
         else:
-            self._source.begin(self._pass)
+            self._source.begin(self.num_passes)
         if not is_resumed:
-            self._num_batches, self._record = 0, None
+            self.num_batches, self._record = 0, None
         return is_resumed
 
     def _run_epoch(self, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
         self._events.emit(Callback.on_epoch_begin, self.epoch)
         self.engine.follow_freezing()
-        if self._pending == "step":
+        if self.pending == "step":
             self._end_step()
         self._validate_within()  # where a stop came between a step and its validation
-        started = time.perf_counter()
-        self._step_records.resume()
+        self._count_time()
         batches = self._batches()
         while steps := list(itertools.islice(batches, self._limits.accumulate)):
             is_taken = self._take_step(steps)
             bar.advance(len(steps), self._accumulators)
             must_stop = DistributedManager().should_stop()
             if not must_stop and self._limits.validates_after_step(self.engine.num_steps):
-                self._add_time(started)
-                self._validate_within()
-                started = time.perf_counter()
-                self._step_records.resume()
+                with self._pause():
+                    self._validate_within()
                 must_stop = DistributedManager().should_stop()  # before another step
             if must_stop or (is_taken and self._is_save_due(step=self.engine.num_steps)):
-                started = self._add_time(started)
-                self._save()
-                self._step_records.resume()
+                with self._pause():
+                    self._save()
             if must_stop:
                 return False
         self._emit_step_records()
         self.engine.check()  # before the results of the epoch are recorded
-        self._add_time(started)
+        self.seconds += time.perf_counter() - self._since
         return True
+
+    def _count_time(self) -> None:
+        self._since = time.perf_counter()
+        self._step_records.resume()
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Do not count the time of a ``with`` block as that of the training."""
+        self.seconds += time.perf_counter() - self._since
+        yield
+        self._count_time()
 
     def _take_step(self, steps: Sequence[Step]) -> bool:
         """Learn from some batches; return False if that was left out."""
-        engine, accumulators, rates, found = self.engine, self._accumulators, self._scheduling.learning_rates, []
+        engine, accumulators, rates, found = self.engine, self._accumulators, self._schedules.learning_rates, []
         with closing(engine.window(steps)) as batches:
             for batch, step in zip(batches, steps, strict=True):
                 outcome = self._learn(batch)
-                found.append(accumulators.measure(outcome, step.num_own))
-                nan = torch.tensor(math.nan, device=found[-1].device)
-                loss = outcome.loss.detach() if isinstance(outcome, Outcome) else next(iter(found[-1]), nan)
+                values = accumulators.measure(outcome, step.num_own)
+                found.append(values)
+                nan = torch.tensor(math.nan, device=values.device)
+                loss = outcome.loss.detach() if isinstance(outcome, Outcome) else next(iter(values), nan)
                 self._events.emit(Callback.on_train_batch_end, step.batch, loss)
         if not engine.num_left_out:
             for values, step in zip(found, steps, strict=True):
                 accumulators.add(values, step.num_own)
-        if engine.is_taken:
-            self._scheduling.after_step(engine.num_taken)
-            if self._step_records.are_kept:
-                record = {"step": float(engine.num_steps), "epoch": float(self.epoch), **rates}
-                numbers = {name: [one[index] for one in found] for index, name in enumerate(accumulators.of_steps)}
-                self._step_records.add(TakenStep(record, steps, numbers, engine.norm, accumulators.may_lack))
-            self._events.begin()
-            self._pending = "step"
         self._is_whole = True
-        if engine.is_taken:
-            self._end_step()
-        return engine.is_taken
+        if not engine.is_taken:
+            return False
+        self._schedules.after_step(engine.num_taken)
+        if self._step_records.are_kept:
+            record = {"step": float(engine.num_steps), "epoch": float(self.epoch), **rates}
+            numbers = {name: [one[index] for one in found] for index, name in enumerate(accumulators.of_steps)}
+            self._step_records.add(TakenStep(record, steps, numbers, engine.norm, accumulators.may_lack))
+        self._events.begin()
+        self.pending = "step"
+        self._end_step()
+        return True
 
     def _end_step(self) -> None:
         if self._step_records.are_due:
             self._emit_step_records()
         self._events.emit_rest(Callback.on_step_end, self.engine.num_steps)
-        self._pending = ""
+        self.pending = ""
 
     def _emit_step_records(self) -> None:
         if records := self._step_records.take():
@@ -338,52 +342,40 @@ class Training:
 
     def _batches(self) -> Iterator[Step]:
         """Yield the rest of the epoch: of a pass through the data, or as much of it as the limits allow."""
-        while not (self._is_ended() or self._limits.is_full(self._num_batches)):
+        limits = self._limits
+        while not (self.reason or limits.has_last(self.engine.num_steps) or limits.is_full(self.num_batches)):
             if self._reading is None:
-                self._reading = self._source.steps(self._pass)
+                self._reading = self._source.steps(self.num_passes)
             asked = time.perf_counter()
             step = next(self._reading, None)
             self._step_records.wait(time.perf_counter() - asked)
             if step is not None:
-                self._num_batches, self._is_whole = self._num_batches + 1, False
+                self.num_batches, self._is_whole = self.num_batches + 1, False
                 yield step
                 continue
             self._reading = None
-            if self._num_batches:
+            if self.num_batches:
                 self._is_pass_over = True  # its last batches have yet to make a step, after which it may be saved
                 return
-            self._pass += 1  # the epoch before had ended just where the data do
-
-    def _is_ended(self) -> bool:
-        """Return whether no step may follow, even within this epoch."""
-        return bool(self.reason) or self._limits.has_last(self.engine.num_steps)
+            self.num_passes += 1  # the epoch before had ended just where the data do
 
     def _is_over(self) -> bool:
         return bool(self.reason) or self._limits.are_reached(self.epoch, self.engine.num_steps)
-
-    def _num_batches_expected(self) -> int | None:
-        known = [num for num in (self._source.num_steps(), self._limits.limit_batches) if num is not None]
-        return min(known, default=None)
-
-    def _add_time(self, started: float) -> float:
-        now = time.perf_counter()
-        self._seconds += now - started
-        return now
 
     def _finish_epoch(self) -> None:
         record = self._record = self._record or self._results()
         if "val_loss" in record:
             self._events.emit_rest(Callback.on_validation_end, record)
-        record |= self._scheduling.learning_rates
+        record |= self._schedules.learning_rates
         record["skipped"] = float(self.engine.num_skipped)
-        record["seconds"] = aggregate_loss(self._seconds)
-        self._scheduling.after_epoch(record)
+        record["seconds"] = aggregate_loss(self.seconds)
+        self._schedules.after_epoch(record)
         self._history.add(record)
-        self.epoch, self._num_batches = self.epoch + 1, 0
-        self._pass, self._is_pass_over = self._pass + self._is_pass_over, False
-        self._accumulators, self._seconds = self._new_accumulators(), 0.0
+        self.epoch, self.num_batches = self.epoch + 1, 0
+        self.num_passes, self._is_pass_over = self.num_passes + self._is_pass_over, False
+        self._accumulators, self.seconds = self._new_accumulators(), 0.0
         self.engine.num_skipped = 0
-        self._record, self._pending = None, "epoch"
+        self._record, self.pending = None, "epoch"
         self._end_epoch()
 
     def _results(self) -> Record:
@@ -398,7 +390,7 @@ class Training:
         turn_into_numbers(record)
         self._reporter.log_epoch(record, self._limits.epochs)
         self._agree_to_stop()
-        self._pending = ""
+        self.pending = ""
         self._events.begin()
         if self._is_save_due(epoch=self.epoch) or self._is_over():
             self._save()
@@ -411,23 +403,20 @@ class Training:
     def _validate_within(self) -> None:
         """Validate within the epoch, if that is due and has not been done."""
         num_steps = self.engine.num_steps
-        if num_steps != self._validated_at and self._limits.validates_after_step(num_steps):
+        if num_steps != self.validated_at and self._limits.validates_after_step(num_steps):
             self._emit_step_records()
             record = {"epoch": float(self.epoch), "step": float(num_steps), **self._validate()}
-            record |= self._scheduling.learning_rates
-            self._scheduling.after_validation(record)
+            record |= self._schedules.learning_rates
+            self._schedules.after_validation(record)
             self._history.validations.append(record)
-            self._validated_at, self._pending = num_steps, "validation"
-        if self._pending == "validation":
-            self._end_validation()
-
-    def _end_validation(self) -> None:
-        record = self._history.validations[-1]
-        self._events.emit_rest(Callback.on_validation_end, record)
-        turn_into_numbers(record)
-        self._reporter.log_validation(record)
-        self._agree_to_stop()
-        self._pending = ""
+            self.validated_at, self.pending = num_steps, "validation"
+        if self.pending == "validation":
+            record = self._history.validations[-1]
+            self._events.emit_rest(Callback.on_validation_end, record)
+            turn_into_numbers(record)
+            self._reporter.log_validation(record)
+            self._agree_to_stop()
+            self.pending = ""
 
     def _is_save_due(self, *, step: int | None = None, epoch: int | None = None) -> bool:
         return self._auto_save is not None and self._auto_save.is_due(step=step, epoch=epoch)

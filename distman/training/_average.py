@@ -51,7 +51,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the present weights of the module to the average, and copy what is no weight."""
+        """Add the present weights of the module to the average, and copy what is not averaged."""
         named, tensors = self.named, _tensors(self._source)
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for name, one in named.items():  # the module may have got more since

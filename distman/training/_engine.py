@@ -29,11 +29,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _STEPS_BETWEEN_CHECKS = 32
 """Steps on an accelerator from one look at its gradients to the next: each look waits for all its work."""
 _NUM_PLACES = 8
-"""How many steps are told apart: few, since each is a layout of its own for the gradients, of which 64 are kept."""
+"""How many steps are distinguished: few, since each has a layout of the gradients, of which 64 are kept."""
 
 
 class _NotFiniteError(Exception):
-    """A closure has come to a loss or a gradient that is not finite."""
+    """A closure has computed a loss or a gradient that is not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StepOptions:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be greater than 0, got {self.clip_norm}. Pass None not to clip.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(f"ema_decay must lie between 0 and 1, got {self.ema_decay}. Pass None for no average.")
+            raise ValueError(f"ema_decay must be between 0 and 1, got {self.ema_decay}. Pass None for no average.")
         if self.non_finite not in ("raise", "skip", "ignore"):
             raise ValueError(
                 f"non_finite must be 'raise', 'skip' or 'ignore', got {self.non_finite!r}. Choose one of them."
@@ -451,7 +451,7 @@ class Engine:
         return summed["loss"]
 
     def _clip(self, name: str) -> torch.Tensor | None:
-        """Clip an optimizer's gradient, and return its 2-norm, the same on all ranks; None if nobody asks for it."""
+        """Clip an optimizer's gradient, and return its 2-norm, the same on all ranks; None if no option needs it."""
         parameters = self._parameters[name]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not gradients or (self._options.clip_norm is None and self._options.non_finite == "ignore"):

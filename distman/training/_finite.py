@@ -50,7 +50,7 @@ class FiniteCheck:
         """Look at the gradients of all steps since the last look; return False if the latest is to be left out.
 
         Collective. A step that was taken with a gradient that is not finite has spoilt the model for good, so this
-        raises for it again and again: nobody can save it.
+        raises for it again and again, and it cannot be saved.
         """
         if not self._unchecked:
             return True

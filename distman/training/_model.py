@@ -197,7 +197,7 @@ class TrainedModel:
 
     @contextmanager
     def _evaluated_parts(self) -> Iterator[None]:
-        """Let each rank have all weights of a sharded model, or their average, so that its calls wait for nobody."""
+        """Let each rank have all weights of a sharded model, or their average, so that its calls wait for no rank."""
         average = self.average.put_in() if self.average is not None else nullcontext()
         with average, gathered(self.module, reshards=self._options.get("reshard_after_forward")):
             self._is_training = True

@@ -309,7 +309,7 @@ def found_in(handler, *, is_main):
     histories = [[dict(one) for one in records] for records in (handler.history, handler.history.validations)]
     for record in histories[0]:
         del record["seconds"]
-    training = {name: state["training"][name] for name in ("epoch", "num_batches", "pass", "reason", "scheduler")}
+    training = {name: state["training"][name] for name in ("epoch", "num_batches", "num_passes", "reason", "scheduler")}
     optimizers = {name: one for name, one in state["training"]["optimization"].items() if name.startswith("optim")}
     found = {"history": histories, "training": training, "callbacks": state["callbacks"]}
     return found | ({"model": model, "optimizers": optimizers} if is_main else {})

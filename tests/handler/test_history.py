@@ -7,6 +7,7 @@ from distman.handler import History
 
 def test_history():
     history = History()
+    assert repr(history) == "History(0 epochs: nothing yet)"
     assert (len(history), history.names, history["loss"], history.best("loss")) == (0, [], [], None)
     history.add({"epoch": 0.0, "loss": 2.0})
     history.add({"epoch": 1.0, "loss": 1.0, "f1": 0.5})
@@ -17,6 +18,7 @@ def test_history():
     with pytest.raises(ValueError, match="mode must be 'min' or 'max', got 'Min'"):
         history.best("loss", mode="Min")
     assert history.names == ["epoch", "loss", "f1"]
+    assert repr(history) == "History(3 epochs: epoch, loss, f1)"
     again = History()
     again.load_state_dict(history.state_dict())
     assert [*again][:2] == [*history][:2]

@@ -17,6 +17,13 @@ class Empty:
         return iter(())
 
 
+def test_a_handler_says_what_it_is():
+    handler = NNHandler(Network)
+    assert repr(handler) == "NNHandler(Network, no optimizer, History(0 epochs: nothing yet), num_steps=0)"
+    handler.set_optimizer(torch.optim.SGD, lr=0.1)
+    assert repr(handler).startswith("NNHandler(Network, SGD, ")
+
+
 def test_a_class_where_a_function_is_meant_and_numbers_in_strings_are_told():
     handler = NNHandler(Network)
     with pytest.raises(TypeError, match=r"loss_fn must be a function, got the class MSELoss\. Pass MSELoss\(\)"):
@@ -52,7 +59,7 @@ def test_what_is_missing_or_wrong_is_one_sentence():
         ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
         ({"amp": "fp8"}, "amp must be 'bf16', 'fp16' or None, got 'fp8'"),
         ({"clip_norm": 0.0}, "clip_norm must be greater than 0"),
-        ({"ema_decay": 1.0}, "ema_decay must lie between 0 and 1"),
+        ({"ema_decay": 1.0}, "ema_decay must be between 0 and 1"),
         ({"check_every": 0}, "check_every must be at least 1, got 0"),
         ({"non_finite": "stop"}, "non_finite must be 'raise', 'skip' or 'ignore', got 'stop'"),
         ({"validate_every": 0}, "validate_every must be at least 1"),

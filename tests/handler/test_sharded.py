@@ -223,7 +223,7 @@ def test_what_may_change_between_two_runs():
     with pytest.raises(DistmanError, match=r"must be called within a training step.*call handler\.predict\(\)"):
         handler(torch.zeros(1, 4))
     handler.train(3, ema_decay=0.5)
-    with pytest.raises(DistmanError, match="the average of a sharded model is no module"):
+    with pytest.raises(DistmanError, match="the average of a sharded model is not a module"):
         handler.ema_module  # noqa: B018 - a property
 
 
