@@ -96,9 +96,7 @@ class Engine:
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0  # the latter because a loss or the gradient was not finite
         self.num_taken = dict.fromkeys(self.optimizers, 0)  # by each optimizer in the latest step
-        self.norm: torch.Tensor | None = (
-            None  # of the gradient in the latest step, on the device; None if no option needs it
-        )
+        self.norm: torch.Tensor | None = None  # of the latest step's gradient; None if no option needs it
         self.num_own = 0  # samples of the present batch that count on this rank
         self.emit: Callable[..., None] = lambda _event, *_: None  # to the callbacks of a handler
         self._share: float | None = None  # of a batch, in the samples of a step on all ranks; None outside of batches

@@ -152,7 +152,7 @@ class TrainedModel:
         if self._are_buckets_sorted or not isinstance(wrapped, DistributedDataParallel):
             return
         self._are_buckets_sorted = True
-        if wrapped.find_unused_parameters:  # then it does not
+        if wrapped.find_unused_parameters or wrapped.static_graph:  # does not, or learns the graph from this pass
             return
         wrapped.module = _ZeroGradients(self._trained, _sparse_parameters(self.module))
         try:

@@ -3,13 +3,14 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from distman import DistributedManager
 from distman.handler import NNHandler
 from distman.testing import ranks
 
-from .problems import GLOBAL_BATCH, assert_same_on_all_ranks, make_handler, reference
+from .problems import GLOBAL_BATCH, Network, assert_same_on_all_ranks, make_handler, reference, regression
 
 
 @ranks(1, 2, 4)
@@ -53,3 +54,20 @@ def test_it_initializes_the_manager_if_nobody_has():
 def test_epochs_are_whole(epochs):
     with pytest.raises(TypeError, match=re.escape(f"epochs must be a whole number, got {epochs!r}. ")):
         make_handler(8).train(epochs)
+
+
+class Checkpointed(Network):
+    def forward(self, inputs):
+        hidden = checkpoint(self.first, inputs.requires_grad_(), use_reentrant=True)
+        again = checkpoint(self.first, inputs, use_reentrant=True)
+        return self.second(((hidden + again) / 2).tanh())
+
+
+@ranks(1, 2)
+def test_a_static_graph_may_use_a_parameter_several_times(world_size):
+    """DistributedDataParallel learns the graph from the first backward pass, so that has to be one of the model's."""
+    handler = NNHandler(Checkpointed, seed=1, strategy_options={"static_graph": True})
+    handler.set_optimizer(torch.optim.Adam, lr=0.02)
+    handler.set_loss_fn(nn.functional.mse_loss)
+    handler.set_train_loader(regression(), batch_size=GLOBAL_BATCH // world_size)
+    assert handler.train(3)["loss"] == pytest.approx(reference(3)[0], rel=1e-10)
