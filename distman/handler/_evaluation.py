@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,9 @@ def evaluate(
     """Return the loss and the metrics over all samples, the same on all ranks. Collective."""
     accumulators = Accumulators(metrics, keeps_all=True)
     with evaluating(model, dtype):
-        for batch, number in _counted(batches, num_samples):
+        plan = _plan_of(batches) if isinstance(batches, EvaluationLoader) and num_samples is None else None
+        for index, batch in enumerate(batches):
+            number = plan(index) if plan is not None else counted(batch, num_samples or count_samples)
             outcome = objective(model, to_device(batch, DistributedManager().device))
             check_loss(outcome.loss)
             accumulators.add(accumulators.measure(outcome, number), number)
@@ -53,12 +55,13 @@ def predict(
     dtype: torch.dtype | None = None,
 ) -> Any:
     """Return the model's outputs for each sample, see :meth:`NNHandler.predict`. Collective."""
-    own = []
+    own, plan = [], _plan_of(batches)
     with evaluating(model, dtype):
-        for batch, number in _numbered(batches):
+        for index, batch in enumerate(batches):
+            number = _num_in(batch) if plan is None else plan(index)
             outputs = on_host(forward(model, to_device(batch, DistributedManager().device)))
             if samples is not None:
-                outputs = checked(number if _is_planned(batches) else None, [*samples(outputs)])
+                outputs = checked(None if plan is None else number, [*samples(outputs)])
             own.append((number, outputs))
     everyone = gather_objects(own)
     parts = [part for rank in everyone or [] for part in rank]
@@ -67,18 +70,12 @@ def predict(
     return on_rank(0, broadcast=all_ranks)(join)(parts, pad)
 
 
-def _is_planned(batches: Iterable[Any]) -> bool:
-    return isinstance(batches, EvaluationLoader) or drawn_numbers(batches) is not None
-
-
-def _numbered(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
-    """Yield batches with their numbers of samples, of which each has one entry in the outputs."""
-    if isinstance(batches, EvaluationLoader):
-        yield from _counted(batches, None)
-        return
-    numbers = drawn_numbers(batches)
-    for index, batch in enumerate(batches):
-        yield batch, _num_in(batch) if numbers is None else numbers(index)
+def _plan_of(batches: Iterable[Any]) -> Callable[[int], int] | None:
+    """Return a function that says how many samples a loader draws for each batch; None if that is unknown."""
+    if not isinstance(batches, EvaluationLoader):
+        return drawn_numbers(batches)
+    plan = batches.batches
+    return lambda index: min(plan.batch_size, len(plan.own) - index * plan.batch_size)
 
 
 def _num_in(batch: Any) -> int:
@@ -89,13 +86,3 @@ def _num_in(batch: Any) -> int:
     tensors = [one for one in parts if isinstance(one, torch.Tensor) and one.ndim]
     lists = [one for one in parts if isinstance(one, list | tuple)]
     return len([*tensors, *lists][0]) if tensors or lists else count_samples(batch)
-
-
-def _counted(batches: Iterable[Any], num_samples: NumSamples | None) -> Iterator[tuple[Any, int]]:
-    """Yield batches with their numbers of samples: from the loader's plan if it has one, not from the batch."""
-    if num_samples is not None or not isinstance(batches, EvaluationLoader):
-        yield from ((batch, counted(batch, num_samples or count_samples)) for batch in batches)
-        return
-    plan = batches.batches
-    for step, batch in enumerate(batches):
-        yield batch, min(plan.batch_size, len(plan.own) - step * plan.batch_size)

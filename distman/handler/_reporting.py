@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,11 +33,16 @@ class Reporter:
         for earlier in [one for one in training_logger.handlers if getattr(one, "is_reporters", False)]:
             training_logger.removeHandler(earlier)
             earlier.close()
+        handlers: dict[str, logging.Handler] = {}
         if mode in ("console", "both"):
-            _attach(logging.StreamHandler(sys.stdout), "%(message)s")
+            handlers["%(message)s"] = logging.StreamHandler(sys.stdout)
         if mode in ("file", "both"):
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            _attach(logging.FileHandler(file, encoding="utf-8"), "%(asctime)s %(message)s")
+            handlers["%(asctime)s %(message)s"] = logging.FileHandler(file, encoding="utf-8")
+        for form, handler in handlers.items():
+            handler.setFormatter(logging.Formatter(form))
+            handler.is_reporters = True  # type: ignore[attr-defined]  # so that the next reporter finds and replaces it
+            training_logger.addHandler(handler)
         training_logger.setLevel(logging.INFO)
         training_logger.propagate = False
 
@@ -87,12 +93,6 @@ def _of(epoch: float, num_epochs: int | None) -> str:
     return f"{int(epoch) + 1}" if num_epochs is None else f"{int(epoch) + 1}/{num_epochs}"
 
 
-def _attach(handler: logging.Handler, form: str) -> None:
-    handler.setFormatter(logging.Formatter(form))
-    handler.is_reporters = True  # type: ignore[attr-defined]  # so that the next reporter finds and replaces it
-    training_logger.addHandler(handler)
-
-
 @on_rank(0)
 def plot_history(
     history: History, names: Sequence[str], path: str | os.PathLike[str], *, title: str = "", log: bool = False
@@ -109,18 +109,14 @@ def plot_history(
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # inches, of matplotlib's usual width
     axes = figure.add_subplot()
     for name in names:
-        _draw(axes, history, name)
+        points = [pair for pair in zip(history["epoch"], history[name], strict=True) if not math.isnan(pair[1])]
+        marker = "o" if len(points) < 20 else None  # so few that single points, or one alone, would be hard to see
+        axes.plot(
+            [epoch + 1 for epoch, _ in points], [one for _, one in points], marker=marker, markersize=3, label=name
+        )
     axes.set(xlabel="epoch", title=title, yscale="log" if log else "linear")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(visible=True, alpha=0.3)
     axes.legend(frameon=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)  # 960 pixels wide: sharp on a page and on a slide
-
-
-def _draw(axes: Any, history: History, name: str) -> None:
-    points = [
-        (epoch + 1, value) for epoch, value in zip(history["epoch"], history[name], strict=True) if value == value
-    ]
-    marker = "o" if len(points) < 20 else None  # so few that single points, or one alone, would be hard to see
-    axes.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=name)

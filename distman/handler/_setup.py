@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -92,19 +91,6 @@ class Setup:
         if self.step is None or self.val_data is not None:
             self.required_objective()
         return Engine(model, self.required_optimizers(), options, self.given, wraps=self.step is None)
-
-    def make_learning(self, engine: Engine) -> Callable[[Any], Any]:
-        """Return what is called with each batch of a step."""
-        function = self.step
-        if function is None:
-            return functools.partial(engine.learn, self.required_objective())
-        stepper = Stepper._over(engine)
-
-        def learn(batch: Any) -> Any:
-            with engine.autocast():
-                return function(stepper, batch)
-
-        return learn
 
 
 def check_factory(name: str, factory: object, product: str, remedy: str) -> None:

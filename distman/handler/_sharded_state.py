@@ -121,21 +121,19 @@ def read_rest(path: str | os.PathLike[str]) -> Any:
 
 def read_parts(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
     """Return a state in which what was unread is there: this rank's part, or the whole. Collective."""
-    unread: dict[str, Unread] = {}
     tensors: dict[str, torch.Tensor] = {}
+    paths = set()
 
-    def note(value: Any, _: str) -> Any:
-        if isinstance(value, Unread):
-            unread[value.name] = value
-        return value
+    def make_room(value: Any, _: str) -> Any:
+        if not isinstance(value, Unread):
+            return value
+        paths.add(value.path)
+        return tensors.setdefault(value.name, _empty_like_parts(value, module))
 
-    _map(state, note)
-    for one in unread.values():
-        tensors[one.name] = _empty_like_parts(one, module)
-        path = one.path
-    if unread:
+    made = _map(state, make_room)
+    for path in paths:  # one, if any
         checkpoint.load_sharded({_PARTS: tensors}, path)
-    return cast("dict[str, Any]", _map(state, lambda one, _: tensors[one.name] if isinstance(one, Unread) else one))
+    return cast("dict[str, Any]", made)
 
 
 def _is_folder(path: str | os.PathLike[str]) -> bool:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,7 @@ from distman.handler._step_records import StepRecords, TakenStep
 from distman.manager import DistributedManager
 from distman.metrics import aggregate_loss
 from distman.topology._partition import is_whole_number
+from distman.training import Stepper
 from distman.training._changes import Changes
 from distman.training._engine import Engine
 from distman.training._sources import Step
@@ -114,7 +115,7 @@ class Training:
         events: Events,
         limits: Limits,
     ) -> None:
-        self._handler, self.engine, self._learn = handler, engine, setup.make_learning(engine)
+        self._handler, self.engine, self._learn = handler, engine, _learning(setup, engine)
         engine.emit = lambda event, *args: events.emit(getattr(Callback, event), *args)
         self._source, self._schedules = setup.make_source(), setup.make_schedules()
         self._new_accumulators = Numbers if setup.step is not None else functools.partial(Accumulators, setup.metrics)
@@ -432,3 +433,16 @@ class Training:
         if num_asked and (reasons := [reason for reason in all_gather_objects(self._stop_reason) if reason]):
             self.reason, self._stop_reason = reasons[0], ""
             self._reporter.log("stopped: %s", printable(self.reason))
+
+
+def _learning(setup: Setup, engine: Engine) -> Callable[[Any], Any]:
+    """Return what is called with each batch of a step."""
+    function, stepper = setup.step, Stepper._over(engine)
+    if function is None:
+        return functools.partial(engine.learn, setup.required_objective())
+
+    def learn(batch: Any) -> Any:
+        with engine.autocast():
+            return function(stepper, batch)
+
+    return learn

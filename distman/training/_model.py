@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -154,7 +154,7 @@ class TrainedModel:
         self._are_buckets_sorted = True
         if wrapped.find_unused_parameters or wrapped.static_graph:  # does not, or learns the graph from this pass
             return
-        wrapped.module = _ZeroGradients(self._trained, _sparse_parameters(self.module))
+        wrapped.module = _ZeroGradients(self.module, self._trained)
         try:
             with self.training() as model, WaitScope("the buckets of the gradients"):
                 model().backward()
@@ -295,38 +295,23 @@ class TrainedModel:
 
 
 class _ZeroGradients(torch.nn.Module):
-    """A module whose loss gives parameters gradients of zero, the last one first."""
+    """A module whose loss gives a module's parameters gradients of zero, the last one first."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], sparse: Collection[int]) -> None:
+    def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> None:
         super().__init__()
-        self._in_order, self._sparse = list(parameters), sparse
+        embeddings = [one for one in module.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)]
+        self._sparse = {id(one.weight) for one in embeddings if one.sparse}  # as DistributedDataParallel expects them
+        self._in_order = list(parameters)
 
     def forward(self) -> torch.Tensor:
-        # What was computed last is differentiated first.
-        return torch.stack([_Zero.apply(one, id(one) in self._sparse) for one in self._in_order]).sum()
-
-
-class _Zero(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, is_sparse: bool) -> torch.Tensor:  # noqa: FBT001 - of autograd
-        ctx.save_for_backward(parameter)
-        ctx.is_sparse = is_sparse
-        return torch.zeros((), device=parameter.device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (parameter,) = ctx.saved_tensors
-        if not ctx.is_sparse:
-            return torch.zeros_like(parameter), None
-        indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)  # of rows, as embeddings have them
-        values = parameter.new_empty(0, *parameter.shape[1:])
-        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True), None
-
-
-def _sparse_parameters(module: torch.nn.Module) -> set[int]:
-    """Return the ids of the parameters that DistributedDataParallel expects sparse gradients of."""
-    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return {id(one.weight) for one in module.modules() if isinstance(one, embeddings) and one.sparse}
+        no_rows = torch.empty(0, dtype=torch.int64, device=self._in_order[0].device)
+        parts = [
+            torch.nn.functional.embedding(no_rows, one, sparse=True).sum()
+            if id(one) in self._sparse
+            else one.sum().real * 0
+            for one in self._in_order
+        ]
+        return torch.stack(parts).sum()  # what was computed last is differentiated first
 
 
 def check_strategy(strategy: str, options: Mapping[str, Any]) -> None:

@@ -49,6 +49,7 @@ _OF_KNOWN_LENGTH = (
     WeightedRandomSampler,
 )
 """Samplers that draw as many indices as their length says; a subclass may not."""
+_NOTHING = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ class LoaderSource:
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_at(self._epoch, self._position)
 
-    def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:  # noqa: ARG002 - any job is
+    def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:  # noqa: ARG002 - makes no difference
         """Resume after this position, saved by any number of ranks; return False if the data have changed."""
         self.loader.load_state_dict(state)
         reached = self.loader.state_dict()
@@ -146,8 +147,7 @@ class ForeignSource:
         self._epoch, self._num_taken = 0, 0
         self._at_start: dict[str, Any] | None = None
         self._own_at_start: dict[str, Any] | None = None
-        self._last: Any = None
-        self._has_last = False
+        self._last: Any = _NOTHING  # batch of this rank
         self._is_exhausted = False  # this rank's part of the epoch
         self._lengths: Counter[tuple[int, int]] = Counter()  # of the ranks' loaders; none unless all are known
         self._own_lengths = (0, 0)
@@ -172,10 +172,11 @@ class ForeignSource:
     def _first_total(self, num_own: int) -> int:
         """Return the number of samples of all ranks in an epoch's first step, for which each has a batch then."""
         checksum = 0 if self._is_compared else _checksum(self._last)
-        self._own_lengths = _lengths(self.batches) if self._count is count_samples else (0, 0)
+        counts_drawn = self._count is count_samples and getattr(self.batches, "collate_fn", None) is default_collate
+        self._own_lengths = _drawn_lengths(self.batches) if counts_drawn else (0, 0)
         if num_own != _num_in_batch(self._num_taken, *self._own_lengths):
             self._own_lengths = (0, 0)
-        gathered = _exchange(num_own, not self._has_last, checksum, *self._own_lengths)
+        gathered = _exchange(num_own, self._last is _NOTHING, checksum, *self._own_lengths)
         if checksum and all(row[:3] == gathered[0][:3] for row in gathered) and DistributedManager().is_main:
             logger.warning(
                 "the first batch is the same on all ranks: each seems to read all samples instead of its part. Share "
@@ -186,8 +187,8 @@ class ForeignSource:
         self._lengths = Counter((row[3], row[4]) for row in gathered if are_known)
         total, lacking = sum(row[0] for row in gathered), [bool(row[1]) for row in gathered]
         if total and any(lacking):
-            batch = broadcast_data(self._last, src=lacking.index(False))
-            self._last, self._has_last = (self._last, True) if self._has_last else (batch, True)
+            batch = broadcast_data(None if self._last is _NOTHING else self._last, src=lacking.index(False))
+            self._last = batch if self._last is _NOTHING else self._last
         return total
 
     def _next_total(self, num_own: int) -> int:
@@ -306,7 +307,7 @@ class ForeignSource:
         for batch in iterator:
             num_samples = counted(batch, self._count)
             if num_samples:
-                self._last, self._has_last = batch, True
+                self._last = batch
                 return num_samples
         self._is_exhausted = True
         return 0
@@ -345,11 +346,6 @@ def _sum_samples(number: int) -> int:
             "with loaders of one kind; DISTMAN_DEBUG=1 shows where they part."
         )
     return int(sums[0])
-
-
-def _lengths(batches: Any) -> tuple[int, int]:
-    """Return the numbers of samples in a pass through a loader and in a batch; zeros where its parts may differ."""
-    return _drawn_lengths(batches) if getattr(batches, "collate_fn", None) is default_collate else (0, 0)
 
 
 def _drawn_lengths(batches: Any) -> tuple[int, int]:
