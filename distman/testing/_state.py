@@ -10,12 +10,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 from distman._torch_internals import forget_layouts
-
-_Restore = Callable[[], object]
 
 
 @contextmanager
@@ -26,108 +25,51 @@ def preserved_state() -> Iterator[None]:
     warnings filters, and torch's modes and defaults.
     """
     with warnings.catch_warnings(), ExitStack() as stack:
-        for remember in _REMEMBER:
-            stack.callback(remember())
+        stack.callback(forget_layouts)  # the next test may have this process as another rank
+        for read, restore in _STATE:
+            stack.callback(restore, read())
+        for owner, name in _ATTRIBUTES:
+            stack.callback(setattr, owner, name, getattr(owner, name))
         yield
 
 
-def _environ() -> _Restore:
-    before = dict(os.environ)
-
-    def restore() -> None:
-        os.environ.clear()
-        os.environ.update(before)
-
-    return restore
+def _set_environ(variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
 
 
-def _layouts() -> _Restore:
-    return forget_layouts  # the next test may have this process as another rank
+def _set_paths(before: tuple[list[str], list[str]]) -> None:
+    sys.path[:], sys.argv[:] = before
 
 
-def _directory() -> _Restore:
-    before = os.getcwd()  # noqa: PTH109 - a string, as os.chdir takes it
-    return lambda: os.chdir(before)
+def _handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
 
 
-def _search_path() -> _Restore:
-    before, arguments = list(sys.path), list(sys.argv)
-
-    def restore() -> None:
-        sys.path[:] = before
-        sys.argv[:] = arguments
-
-    return restore
-
-
-def _hooks() -> _Restore:
-    before = sys.excepthook, sys.unraisablehook, threading.excepthook, sys.stdout, sys.stderr
-
-    def restore() -> None:
-        sys.excepthook, sys.unraisablehook, threading.excepthook, sys.stdout, sys.stderr = before
-
-    return restore
-
-
-def _signals() -> _Restore:
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-
-    def restore() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) != handler:
-                signal.signal(number, handler)
-
-    return restore
-
-
-def _logging() -> _Restore:
-    levels = {name: logger.level for name, logger in _loggers().items()}
-    root = logging.getLogger()
-    root_level, handlers, disabled = root.level, list(root.handlers), root.manager.disable
-
-    def restore() -> None:
-        root.setLevel(root_level)
-        root.handlers[:] = handlers
-        logging.disable(disabled)
-        for name, logger in _loggers().items():
-            logger.setLevel(levels.get(name, logging.NOTSET))
-
-    return restore
+def _set_handlers(before: dict[int, Any]) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 def _loggers() -> dict[str, logging.Logger]:
     known = logging.getLogger().manager.loggerDict
-    return {name: logger for name, logger in known.items() if isinstance(logger, logging.Logger)}
+    return {"": logging.getLogger()} | {name: one for name, one in known.items() if isinstance(one, logging.Logger)}
 
 
-def _torch_defaults() -> _Restore:
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
-
-    def restore() -> None:
-        torch.set_default_dtype(dtype)
-        torch.set_default_device(None)
-        torch.set_float32_matmul_precision(precision)
-        torch.set_num_threads(threads)
-
-    return restore
+def _levels() -> dict[str, int]:
+    return {name: logger.level for name, logger in _loggers().items()}
 
 
-def _torch_modes() -> _Restore:
-    gradients, anomalies = torch.is_grad_enabled(), torch.is_anomaly_enabled()
-    deterministic = _deterministic()
-    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+def _set_levels(before: dict[str, int]) -> None:
+    for name, logger in _loggers().items():
+        logger.setLevel(before.get(name, logging.NOTSET))
 
-    def restore() -> None:
-        torch.set_grad_enabled(gradients)
-        torch.autograd.set_detect_anomaly(anomalies)
-        if _deterministic() != deterministic:  # the call imports the compiler, more than a second
-            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
-    return restore
+def _set_log_handlers(before: list[logging.Handler]) -> None:
+    logging.getLogger().handlers[:] = before
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -135,14 +77,34 @@ def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), warns_only
 
 
-_REMEMBER: tuple[Callable[[], _Restore], ...] = (
-    _environ,
-    _directory,
-    _search_path,
-    _hooks,
-    _signals,
-    _logging,
-    _torch_defaults,
-    _torch_modes,
-    _layouts,
+def _set_deterministic(before: tuple[bool, bool]) -> None:
+    if _deterministic() != before:  # the call imports the compiler, more than a second
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+# How each part of the state is read, and how it is put back.
+_STATE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (lambda: dict(os.environ), _set_environ),
+    (os.getcwd, os.chdir),
+    (lambda: (list(sys.path), list(sys.argv)), _set_paths),
+    (_handlers, _set_handlers),
+    (_levels, _set_levels),
+    (lambda: list(logging.getLogger().handlers), _set_log_handlers),
+    (lambda: logging.getLogger().manager.disable, logging.disable),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (lambda: None, torch.set_default_device),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (_deterministic, _set_deterministic),
+)
+_ATTRIBUTES = (
+    (sys, "excepthook"),
+    (sys, "unraisablehook"),
+    (threading, "excepthook"),
+    (sys, "stdout"),
+    (sys, "stderr"),
+    (torch.backends.cudnn, "deterministic"),
+    (torch.backends.cudnn, "benchmark"),
 )
