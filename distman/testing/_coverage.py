@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     import coverage
 
 _AS_TEXT = ":data:"  # what coverage.py puts before a configuration to tell it from the name of a file
-_OF_ALL_PROCESSES = ("no-data-collected", "module-not-imported", "module-not-measured")
+_OF_ALL_PROCESSES = ["no-data-collected", "module-not-imported", "module-not-measured"]
 
 
 def coverage_config() -> str:
@@ -21,34 +22,28 @@ def coverage_config() -> str:
     return current.config.serialize() if current is not None else ""
 
 
-class WorkerCoverage:
-    """Measures a worker while it runs tests; its files lie beside those of the pytest process, which combines them."""
+@contextmanager
+def measured(config: str) -> Iterator[None]:
+    """Count what runs inside, and write it beside the files of the pytest process: a worker may be killed later."""
+    if not config:
+        yield
+        return
+    measuring = _coverage(config)
+    measuring.start()
+    try:
+        yield
+    finally:
+        measuring.stop()
+        measuring.save()
 
-    def __init__(self) -> None:
-        self._coverage: coverage.Coverage | None = None
 
-    @contextmanager
-    def measured(self, config: str) -> Iterator[None]:
-        """Count what runs inside, and write it down: a worker may be killed later."""
-        if not config:
-            yield
-            return
-        measuring = self._start(config)
-        try:
-            yield
-        finally:
-            measuring.stop()
-            measuring.save()
+@functools.cache
+def _coverage(config: str) -> coverage.Coverage:
+    import coverage
 
-    def _start(self, config: str) -> coverage.Coverage:
-        if self._coverage is None:
-            import coverage
-
-            inherited = coverage.Coverage.current()
-            if inherited is not None:  # with ``patch = subprocess`` the fork server is measured too
-                inherited.stop()
-            self._coverage = coverage.Coverage(config_file=_AS_TEXT + config, data_suffix=True)
-            # What only the pytest process can see is no news about a worker.
-            self._coverage.set_option("run:disable_warnings", list(_OF_ALL_PROCESSES))
-        self._coverage.start()
-        return self._coverage
+    inherited = coverage.Coverage.current()
+    if inherited is not None:  # with ``patch = subprocess`` the fork server is measured too
+        inherited.stop()
+    measuring = coverage.Coverage(config_file=_AS_TEXT + config, data_suffix=True)
+    measuring.set_option("run:disable_warnings", _OF_ALL_PROCESSES)  # which only the pytest process can judge
+    return measuring

@@ -1,9 +1,12 @@
-"""Environments as launchers make them, for tests that start nothing."""
+"""Environments as launchers make them, for tests that start nothing, and that of the workers."""
 
 from __future__ import annotations
 
+import os
+
 from distman.environments import LAUNCHERS, Place
-from distman.environments._launcher import fake_variables
+from distman.environments._detect import METHOD
+from distman.environments._launcher import fake_variables, sets
 
 
 def fake_environment(launcher: str, *, nodes: int = 1, tasks: int = 1) -> list[dict[str, str]]:
@@ -33,3 +36,21 @@ def fake_environment(launcher: str, *, nodes: int = 1, tasks: int = 1) -> list[d
     counts = tuple(tasks // nodes + (node < tasks % nodes) for node in range(nodes))
     places = [(local, node) for node, count in enumerate(counts) for local in range(count)]
     return [fake_variables(LAUNCHERS[launcher], Place(rank, *place, counts)) for rank, place in enumerate(places)]
+
+
+def worker_environ() -> dict[str, str]:
+    """Return this process's environment without its launcher, without GPUs, and on the loopback interface."""
+    kept = {name: value for name, value in os.environ.items() if not _says_launcher(name)}
+    kept.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    kept.setdefault("DISTMAN_WATCH", "0")  # a worker outlives its tests, and is watched by the pytest process
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
+def server_environ() -> dict[str, str]:
+    """Return the environment of the fork server: one thread per library, and a rank's output is written at once."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    return {**worker_environ(), **threads, "PYTHONUNBUFFERED": "1"}
+
+
+def _says_launcher(name: str) -> bool:
+    return name == METHOD or any(sets(launcher, name) for launcher in LAUNCHERS.values())

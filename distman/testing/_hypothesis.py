@@ -38,7 +38,7 @@ def draw(
 
     wrapper = cast("Any", getattr(item.obj, "__func__", item.obj))
     test: FunctionType = wrapper.hypothesis.inner_test
-    function, _ = runnable(test)
+    function = runnable(test)
     seen, own = inspect.signature(wrapper), inspect.signature(test)
     instance = next(iter(own.parameters)) if inspect.ismethod(item.obj) else None
 

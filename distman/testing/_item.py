@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 import pytest
 
-from distman.testing._debugger import Debugger, Terminal
-from distman.testing._dispatch import arguments_of, run_on_workers
-from distman.testing._failure import failure
+from distman.testing._coverage import coverage_config
+from distman.testing._debugger import Debugger
+from distman.testing._environments import worker_environ
 from distman.testing._hypothesis import draw, is_given
 from distman.testing._marks import RanksSpec
-from distman.testing._messages import RankReport, RankStatus, SeenWarning
+from distman.testing._messages import RankReport, RankStatus, RankTask, SeenWarning
+from distman.testing._plugin import BACKEND, WORLD_SIZE
 from distman.testing._rank_pool import RankPool
-from distman.testing._report import common_types, failed, report_failure
+from distman.testing._report import failure
+from distman.testing._serialization import pack
+
+_GROUP_MARGIN_SECONDS = 60.0
+"""A collective gives up this long after the test's own limit, so that the report shows where it was stuck."""
+_DEBUGGED_SECONDS = 86400.0
+"""The same where a debugger may hold another rank: nobody looks at one failure for longer than a day."""
 
 
 def run_item(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
     """Run a test, with its fixtures made, on the workers, and end it as its ranks did."""
     __tracebackhide__ = True
+    names = inspect.signature(item.obj).parameters  # those that are no fixtures have defaults, or a mock
+    arguments = {name: item.funcargs[name] for name in names if name in item.funcargs}
     call = _Call(item, spec, pool)
     try:
         if not is_given(item.obj):
-            call(item.obj, arguments_of(item), _debugger_of(item))
+            call(item.obj, arguments, _debugger_of(item))
             return
         try:
-            draw(item, arguments_of(item), spec, call)
+            draw(item, arguments, spec, call)
         except pytest.fail.Exception:
             call.repeat(_debugger_of(item))
             raise
@@ -49,14 +63,45 @@ class _Call:
     def __call__(
         self, function: Callable[..., object], arguments: Mapping[str, object], debugger: Debugger | None = None
     ) -> None:
-        """Call a function on all ranks; raise how it ended there."""
+        """Call a function on all ranks, and end as they did, with a report of each if they failed or disagree."""
         __tracebackhide__ = True
         self._repeat = functools.partial(self, function, arguments)
-        self._reports = run_on_workers(self._pool, self._item, function, arguments, self._spec, debugger)
-        self._seen |= dict.fromkeys(one for report in self._reports for one in report.warnings)
+        spec, config = self._spec, self._item.config
+        task = self._task(function, arguments, debugs=debugger is not None)
+        self._reports = reports = self._pool.run(task, spec.timeout, spec.dies, debugger)
+        self._seen |= dict.fromkeys(one for report in reports for one in report.warnings)
         if debugger is not None and debugger.quits:
             raise pytest.exit.Exception("Quitting debugger")
-        _conclude(self._reports, self._spec, is_debugged=self._item.config.getoption("usepdb"))
+        statuses = {report.status for report in reports}
+        if statuses == {RankStatus.SKIPPED}:
+            raise pytest.skip.Exception(reports[0].headline, _use_item_location=True)
+        if statuses == {RankStatus.XFAILED}:
+            raise pytest.xfail.Exception(reports[0].headline)
+        error = failure(reports, spec.dies, was_debugged=config.getoption("usepdb"))
+        if error is not None:
+            raise error
+
+    def _task(self, function: Callable[..., object], arguments: Mapping[str, object], *, debugs: bool) -> RankTask:
+        item, config, spec = self._item, self._item.config, self._spec
+        mark = item.get_closest_marker(BACKEND)
+        backend, backend_module = ("gloo", "") if mark is None else mark.args
+        return RankTask(
+            test=item.nodeid,
+            world_size=cast("int", item.callspec.params[WORLD_SIZE]),
+            group_timeout=spec.timeout + (_DEBUGGED_SECONDS if debugs else _GROUP_MARGIN_SECONDS),
+            uses_manager=spec.uses_manager,
+            backend=backend,
+            backend_module=backend_module,
+            environ=worker_environ(),
+            directory=os.getcwd(),  # noqa: PTH109 - a string
+            search_path=list(sys.path),
+            report_directory=str(config.invocation_params.dir),
+            traceback_style=config.getoption("tbstyle"),
+            shows_locals=config.getoption("showlocals"),
+            coverage=coverage_config(),
+            debugs=debugs,
+            call=pack(function, arguments, spec.parameters, [item.module, *_conftests(config)]),
+        )
 
     def repeat(self, debugger: Debugger | None) -> None:
         """Call the last function again, under a debugger: while Hypothesis shrank, there was none."""
@@ -72,17 +117,10 @@ class _Call:
             _warn_again(seen)
 
 
-def _conclude(reports: Sequence[RankReport], spec: RanksSpec, *, is_debugged: bool) -> None:
-    """End the test the way its ranks did, with a report of every rank if they failed or disagree."""
-    __tracebackhide__ = True
-    statuses = {report.status for report in reports}
-    if statuses == {RankStatus.SKIPPED}:
-        raise pytest.skip.Exception(reports[0].headline, _use_item_location=True)
-    if statuses == {RankStatus.XFAILED}:
-        raise pytest.xfail.Exception(reports[0].headline)
-    if failed(reports, spec.dies):
-        types = common_types(reports, spec.dies)
-        raise failure(report_failure(reports, spec.dies), types, was_debugged=is_debugged)
+def _conftests(config: pytest.Config) -> list[ModuleType]:
+    """Return the conftests, which a worker may not be able to import."""
+    plugins = [plugin for _, plugin in config.pluginmanager.list_name_plugin() if isinstance(plugin, ModuleType)]
+    return [plugin for plugin in plugins if Path(plugin.__file__ or "").name == "conftest.py"]
 
 
 def _show_output(item: pytest.Function, report: RankReport) -> None:
@@ -99,15 +137,13 @@ def _warn_again(seen: SeenWarning) -> None:
     """Hand a worker's warning to pytest, which lists it in its summary."""
     category = getattr(sys.modules.get(seen.category_module), seen.category_name, UserWarning)
     with warnings.catch_warnings():
-        # What the test's filters had to say about it was said in the worker.
+        # The test's filters have been applied in the worker.
         warnings.simplefilter("always")
         warnings.warn_explicit(seen.text, category, seen.file, seen.line)
 
 
 def _debugger_of(item: pytest.Function) -> Debugger | None:
-    """Return the debugger that ``--pdb`` asks for, at pytest's terminal; none where a failure is expected."""
+    """Return the debugger that ``--pdb`` asks for; None where a failure is expected."""
     config = item.config
     is_expected = item.get_closest_marker("xfail") is not None and not config.getoption("runxfail")
-    if is_expected or not config.getoption("usepdb"):
-        return None
-    return Debugger(config.getoption("pdb_rank"), Terminal(config))
+    return None if is_expected or not config.getoption("usepdb") else Debugger(config)

@@ -26,7 +26,6 @@ class RanksSpec:
     uses_manager: bool
     dies: tuple[int, ...]
     parameters: tuple[str, ...] = ()  # those of ``rank`` and ``world_size`` that the function takes
-    problem: str = ""  # why the function cannot be run; empty if it can
     signature: inspect.Signature | None = None  # that of the function, with ``rank`` and ``world_size``
 
 
@@ -58,8 +57,8 @@ def ranks(
         with "test".
 
     Raises:
-        TypeError: Something else than a function or a class is decorated, a world size is not an integer, or the
-            timeout no number of seconds.
+        TypeError: Something other than a function or a class is decorated, or a generator; a world size is not an
+            integer, or the timeout not a number of seconds.
         ValueError: No world size, one below 1, a rank outside the world, or a timeout that is not positive.
 
     Example:
@@ -79,40 +78,29 @@ def ranks(
             return cast("_Test", pytest.mark.ranks(spec)(test))
         if not isinstance(test, FunctionType):
             raise TypeError(f"ranks must decorate a test function or a class, got {test!r}.")
-        function, problem = runnable(test)
-        marked = pytest.mark.ranks(replace(_hide_parameters(function, spec), problem=problem))(function)
-        return cast("_Test", marked)
+        function = runnable(test)
+        return cast("_Test", pytest.mark.ranks(_hide_parameters(function, spec))(function))
 
     return mark
 
 
-def runnable(function: FunctionType) -> tuple[FunctionType, str]:
-    """Return a plain function that does what a function does, and why there is none: a generator does nothing.
-
-    Pytest and its plugins have ways of their own with coroutines and generators, which end the collection of a module
-    or run the test where it was not meant to.
-    """
-    if inspect.iscoroutinefunction(function):
-        coroutine = cast("Callable[..., Coroutine[Any, Any, object]]", function)
-
-        @functools.wraps(function)
-        def run(*args: object, **kwargs: object) -> object:
-            import asyncio
-
-            return asyncio.run(coroutine(*args, **kwargs))
-
-        return cast("FunctionType", run), ""
-    if not (inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)):
-        return function, ""
+def runnable(function: FunctionType) -> FunctionType:
+    """Return a plain function that does what a function does: pytest's plugins run coroutines in ways of their own."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"@ranks must decorate a function without yield, got the generator {function.__qualname__!r}. Assert in it."
+        )
+    if not inspect.iscoroutinefunction(function):
+        return function
+    coroutine = cast("Callable[..., Coroutine[Any, Any, object]]", function)
 
     @functools.wraps(function)
-    def refuse(*args: object, **kwargs: object) -> None:
-        """Stand for the generator, so that the tests beside it are collected."""
+    def run(*args: object, **kwargs: object) -> object:
+        import asyncio
 
-    problem = (
-        f"@ranks must decorate a function without yield, got the generator {function.__qualname__!r}. Assert in it."
-    )
-    return cast("FunctionType", refuse), problem
+        return asyncio.run(coroutine(*args, **kwargs))
+
+    return cast("FunctionType", run)
 
 
 def _mark_methods(cls: type, mark: Callable[[Any], Any]) -> None:

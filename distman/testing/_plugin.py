@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from distman.testing._marks import RanksSpec
     from distman.testing._rank_pool import RankPool
 
+WORLD_SIZE = "distman_world_size"  # the parameter that makes one test of each world size
+BACKEND = "ranks_backend"  # the mark of a test whose process group has another backend than gloo
 _POOL = pytest.StashKey["RankPool"]()
 
 
@@ -33,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "ranks_backend(backend, module): the process group of a test of several ranks has this backend instead of "
+        f"{BACKEND}(backend, module): the process group of a test of several ranks has this backend instead of "
         "gloo; workers import the module, which makes it known to torch",
     )
 
@@ -41,18 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     spec = _spec_of(metafunc.definition)
     if spec is not None:
-        from distman.testing._dispatch import WORLD_SIZE
-
         metafunc.fixturenames.append(WORLD_SIZE)
         names = ["1 rank" if size == 1 else f"{size} ranks" for size in spec.world_sizes]
         metafunc.parametrize(WORLD_SIZE, spec.world_sizes, ids=names)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse a marked test that cannot be run, before its fixtures are made."""
-    spec = _spec_of(item)
-    if spec is not None and spec.problem:
-        raise pytest.fail.Exception(spec.problem, pytrace=False)
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
@@ -96,9 +89,8 @@ def _spec_of(node: pytest.Item | pytest.Collector) -> RanksSpec | None:
 
 def _pool_of(config: pytest.Config) -> RankPool:
     if _POOL not in config.stash:
-        from distman.testing._dispatch import server_environ
         from distman.testing._rank_pool import RankPool
 
-        config.stash[_POOL] = pool = RankPool(server_environ, config.get_verbosity())
+        config.stash[_POOL] = pool = RankPool(config.get_verbosity())
         config.add_cleanup(pool.close)
     return config.stash[_POOL]

@@ -29,20 +29,10 @@ from distman._torch_internals import count_groups_from_zero
 from distman._workers.fork_server import STACK_SIGNAL, Work
 from distman._workers.output import flush_output, only_this_process
 from distman.manager import DistributedManager
-from distman.testing._coverage import WorkerCoverage
+from distman.testing._coverage import measured
 from distman.testing._debugger import offer_debugger
-from distman.testing._messages import (
-    Begin,
-    Joined,
-    Raised,
-    RankResult,
-    RankStatus,
-    RankTask,
-    Release,
-    Released,
-    SeenWarning,
-)
-from distman.testing._serialization import Call, WarningFilter
+from distman.testing._messages import RankReport, RankStatus, RankTask, SeenWarning, Signal
+from distman.testing._serialization import Call
 from distman.testing._state import preserved_state
 from distman.testing._tracebacks import attempt, describe_error, explained_assertions
 
@@ -60,7 +50,7 @@ def prepare(store_directory: str, verbosity: int) -> Iterator[Work]:
 
 
 def _work(_: dict[str, object], descriptors: Sequence[int]) -> None:
-    """Run the tests that come over the connection until it closes."""
+    """Run the tests that arrive over the connection until it closes."""
     stacks, connection, stdout, stderr = descriptors
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
@@ -69,7 +59,6 @@ def _work(_: dict[str, object], descriptors: Sequence[int]) -> None:
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     torch.set_num_threads(1)
-    coverage = WorkerCoverage()
     with Connection(connection) as pytest_process:
         while True:
             try:
@@ -77,50 +66,54 @@ def _work(_: dict[str, object], descriptors: Sequence[int]) -> None:
             except EOFError:
                 return
             if isinstance(task, RankTask):
-                _perform(task, pytest_process, coverage)
+                _perform(task, pytest_process)
 
 
-def _perform(task: RankTask, connection: _Connection, coverage: WorkerCoverage) -> None:
+def _perform(task: RankTask, connection: _Connection) -> None:
     """Run one test, say how it ended, and put everything back once all ranks have ended."""
     with preserved_state():
-        with coverage.measured(task.coverage):
-            result = _run(task, connection)
+        with measured(task.coverage):
+            report = _run(task, connection)
         flush_output()
-        connection.send(result)
-        if result.status is not RankStatus.PASSED:
+        connection.send(report)
+        if report.status is not RankStatus.PASSED:
             # The others may wait for this rank in a collective: leaving the group ends their wait.
             attempt(_leave_group)
-        _expect(Release, connection)
-        problem = _describe(task, attempt(_leave_group), [])
+        _expect(Signal.RELEASE, connection)
+        end = _describe(task, attempt(_leave_group), [])
     flush_output()
-    connection.send(Released(None if problem.status is RankStatus.PASSED else problem))
+    connection.send(end)
 
 
-def _expect(kind: type, connection: _Connection) -> None:
+def _expect(expected: Signal, connection: _Connection) -> None:
     message = connection.recv()
-    if not isinstance(message, kind):
-        raise TypeError(f"the pytest process must send {kind.__name__} now, got {message!r}.")
+    if message is not expected:
+        raise TypeError(f"the pytest process must send {expected} now, got {message!r}.")
 
 
-def _run(task: RankTask, connection: _Connection) -> RankResult:
+def _run(task: RankTask, connection: _Connection) -> RankReport:
     with warnings.catch_warnings(record=True) as seen:
         error = attempt(partial(_test, task, connection))
         if error is not None:
-            connection.send(Raised())
-        result = _describe(task, error, seen)
-        if task.debugs and error is not None and result.status is RankStatus.RAISED:
-            offer_debugger(result.headline, result.detail, error.__traceback__, connection)
-        return result
+            connection.send(Signal.RAISED)
+        report = _describe(task, error, seen)
+        if task.debugs and error is not None and report.status is RankStatus.RAISED:
+            offer_debugger(report.detail, error.__traceback__, connection)
+        return report
 
 
 def _test(task: RankTask, connection: _Connection) -> None:
     __tracebackhide__ = True
     _enter(task)
     call: Call = cloudpickle.loads(task.call)
-    _set_filters(call.filters)
+    warnings.resetwarnings()
+    for one in reversed(call.filters):
+        warnings.filterwarnings(*one)  # type: ignore[arg-type]  # it takes a tuple of categories, too
+    # Hypothesis draws in the pytest process and knows of no test here.
+    warnings.filterwarnings("ignore", "Using `(assume|reject)` outside a property-based test")
     _join_group(task)
-    connection.send(Joined())
-    _expect(Begin, connection)
+    connection.send(Signal.JOINED)
+    _expect(Signal.BEGIN, connection)
     available = {"rank": task.rank, "world_size": task.world_size}
     with ExitStack() as stack:
         for value in call.arguments.values():
@@ -131,24 +124,17 @@ def _test(task: RankTask, connection: _Connection) -> None:
 
 
 def _enter(task: RankTask) -> None:
+    rank, size = str(task.rank), str(task.world_size)
     os.environ.clear()
-    os.environ.update(task.environ)
+    os.environ.update(task.environ, RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
     os.chdir(task.directory)
     sys.path[:] = task.search_path
     seed_generators(zlib.crc32(task.test.encode()) + task.rank)
 
 
-def _set_filters(filters: Sequence[WarningFilter]) -> None:
-    warnings.resetwarnings()
-    for one in reversed(filters):
-        warnings.filterwarnings(one.action, one.message, one.category, one.module, one.line)  # type: ignore[arg-type]
-    # Hypothesis draws in the pytest process and knows of no test here.
-    warnings.filterwarnings("ignore", "Using `(assume|reject)` outside a property-based test")
-
-
 def _join_group(task: RankTask) -> None:
     __tracebackhide__ = True
-    count_groups_from_zero()  # a start that failed leaves a count behind, and ranks would wait under different names
+    count_groups_from_zero()  # after a start that failed, the ranks' counts differ and they would never meet
     if task.backend_module:
         importlib.import_module(task.backend_module)
     store = dist.FileStore(task.store_file, task.world_size)
@@ -169,19 +155,19 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _describe(task: RankTask, error: BaseException | None, seen: list[warnings.WarningMessage]) -> RankResult:
-    ended_at = time.monotonic()
+def _describe(task: RankTask, error: BaseException | None, seen: list[warnings.WarningMessage]) -> RankReport:
     os.chdir(task.report_directory)
-    shown = [_warning(message) for message in seen]
+    shown = tuple(_warning(message) for message in seen)
+    report = partial(RankReport, task.rank, warnings=shown, ended_at=time.monotonic())
     if error is None:
-        return RankResult(RankStatus.PASSED, "", "", ended_at, shown)
+        return report(RankStatus.PASSED)
     if isinstance(error, pytest.skip.Exception | unittest.SkipTest):
-        return RankResult(RankStatus.SKIPPED, str(error), "", ended_at, shown)
+        return report(RankStatus.SKIPPED, str(error))
     if isinstance(error, pytest.xfail.Exception):
-        return RankResult(RankStatus.XFAILED, str(error.msg), "", ended_at, shown)
+        return report(RankStatus.XFAILED, str(error.msg))
     headline, detail = describe_error(error, task.traceback_style, shows_locals=task.shows_locals)
     types = tuple(f"{one.__module__}:{one.__qualname__}" for one in type(error).__mro__)
-    return RankResult(RankStatus.RAISED, headline, detail, ended_at, shown, types)
+    return report(RankStatus.RAISED, headline, detail, types=types)
 
 
 def _warning(message: warnings.WarningMessage) -> SeenWarning:

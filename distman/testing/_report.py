@@ -1,9 +1,16 @@
-"""The reports of all ranks as one verdict and one text."""
+"""The reports of all ranks as one text, and as the exception that pytest sees."""
 
 from __future__ import annotations
 
+import bdb
+import functools
+import linecache
 import re
+import sys
 from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
 
 from distman._base.text import printable, printable_lines
 from distman.testing._messages import RankReport, RankStatus
@@ -15,40 +22,54 @@ _ECHO = re.compile(
 )
 _LAST_LINES = 20
 _KINDS = [*RankStatus]
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_THREAD = re.compile(r"(Current thread|Thread) (?P<id>0x[0-9a-f]+)")
+_OWN_FILE = "distman/testing/_rank_loop.py"
+_IDLE = re.compile(r"distman/_coordination/timeouts\.py.* in _do_next$")  # a thread that waits for work of the package
 
 
-def failed(reports: Sequence[RankReport], dies: Sequence[int]) -> bool:
+def failure(reports: Sequence[RankReport], dies: Sequence[int], *, was_debugged: bool) -> BaseException | None:
+    """Return an exception that pytest shows as the report, and that a mark like ``xfail(raises=...)`` knows.
+
+    It is of the most special type of which all errors are that no other rank caused. Where a rank was debugged, pytest
+    is told so, since it would stop in this plugin. None if the test has not failed.
+    """
+    if not _failed(reports, dies):
+        return None
+    causes = _causes(reports, dies, _echoes(reports, dies))
+    types = [one for one in causes[0].types if all(one in cause.types for cause in causes)] if causes else []
+    known = next(filter(None, map(_find, types)), None)
+    return _type_of_failure(known, was_debugged)(report_failure(reports, dies))  # type: ignore[arg-type] # hashable
+
+
+def report_failure(reports: Sequence[RankReport], dies: Sequence[int]) -> str:
+    """Return every rank's report as text: the first real error's headline, a table, then the tracebacks."""
+    echoes = _echoes(reports, dies)
+
+    def importance(report: RankReport) -> tuple[bool, bool, int, float]:
+        """Sort failures before the rest, causes before what followed, the earlier ones first."""
+        follows = report.rank in echoes or report.status is RankStatus.STOPPED
+        return not _failed([report], dies), follows, _KINDS.index(report.status), report.ended_at
+
+    ordered = sorted(reports, key=importance)
+    lines_of = {report.rank: _line(report, dies, is_echo=report.rank in echoes) for report in reports}
+    first = lines_of[ordered[0].rank]
+    lines = [f"{_name_ranks([rank for rank in lines_of if lines_of[rank] == first])} {first}", ""]
+    lines += [f"  rank {rank}: {line}" for rank, line in lines_of.items()]
+    lines += _details([report for report in ordered if report.rank not in echoes])
+    return "\n".join(lines)
+
+
+def _failed(reports: Sequence[RankReport], dies: Sequence[int]) -> bool:
     """Return whether a rank neither passed nor died as expected."""
     return any(
         report.status is not (RankStatus.DIED if report.rank in dies else RankStatus.PASSED) for report in reports
     )
 
 
-def report_failure(reports: Sequence[RankReport], dies: Sequence[int]) -> str:
-    """Return every rank's report as text: the first real error's headline, a table, then the tracebacks."""
-    echoes = _echoes(reports, dies)
-    ordered = sorted(reports, key=lambda report: _importance(report, dies, is_echo=report.rank in echoes))
-    told = {report.rank: _say(report, dies, is_echo=report.rank in echoes) for report in reports}
-    first = told[ordered[0].rank]
-    lines = [f"{_name_ranks([rank for rank in told if told[rank] == first])} {first}", ""]
-    lines += [f"  rank {rank}: {said}" for rank, said in told.items()]
-    lines += _details([report for report in ordered if report.rank not in echoes])
-    return "\n".join(lines)
-
-
-def common_types(reports: Sequence[RankReport], dies: Sequence[int]) -> list[str]:
-    """Return the types that whatever went wrong by itself on any rank is of, the most special one first."""
-    causes = _causes(reports, dies, _echoes(reports, dies))
-    return [one for one in causes[0].types if all(one in cause.types for cause in causes)] if causes else []
-
-
 def _echoes(reports: Sequence[RankReport], dies: Sequence[int]) -> set[int]:
     """Return the ranks that failed only because another one did; none if no other did."""
-    echoes = {
-        report.rank
-        for report in reports
-        if report.status is RankStatus.RAISED and _ECHO.search(report.headline) is not None
-    }
+    echoes = {report.rank for report in reports if report.status is RankStatus.RAISED and _ECHO.search(report.headline)}
     return echoes if _causes(reports, dies, echoes) else set()
 
 
@@ -56,17 +77,11 @@ def _causes(reports: Sequence[RankReport], dies: Sequence[int], echoes: Collecti
     return [
         report
         for report in reports
-        if failed([report], dies) and report.status is not RankStatus.STOPPED and report.rank not in echoes
+        if _failed([report], dies) and report.status is not RankStatus.STOPPED and report.rank not in echoes
     ]
 
 
-def _importance(report: RankReport, dies: Sequence[int], *, is_echo: bool) -> tuple[bool, bool, int, float]:
-    """Return a sort key: failures before the rest, causes before what followed, the earlier ones first."""
-    follows = is_echo or report.status is RankStatus.STOPPED
-    return not failed([report], dies), follows, _KINDS.index(report.status), report.ended_at
-
-
-def _say(report: RankReport, dies: Sequence[int], *, is_echo: bool) -> str:
+def _line(report: RankReport, dies: Sequence[int], *, is_echo: bool) -> str:
     """Return one line for one rank, without its name."""
     headline = printable(report.headline.partition("\n")[0])
     echo = _ECHO.search(headline) if is_echo else None
@@ -86,8 +101,8 @@ def _details(reports: Sequence[RankReport]) -> list[str]:
     """Return the tracebacks and stacks; a text that several ranks share appears once."""
     shown: dict[str, list[int]] = {}
     for report in reports:
-        words = report.detail or (_last_words(report) if report.status is RankStatus.DIED else "")
-        text = printable_lines(words, indent="")
+        detail = report.detail or (_last_output(report) if report.status is RankStatus.DIED else "")
+        text = printable_lines(detail, indent="")
         if text:
             shown.setdefault(text, []).append(report.rank)
     lines: list[str] = []
@@ -100,6 +115,71 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
 
 
-def _last_words(report: RankReport) -> str:
+def _last_output(report: RankReport) -> str:
     lines = report.stderr.strip().splitlines()[-_LAST_LINES:]
     return "\n".join(["It last wrote to standard error:", *lines]) if lines else ""
+
+
+def _find(name: str) -> type[Exception] | None:
+    """Return the type ``module:name``; None if this process does not know it, or if it has a meaning to pytest."""
+    module, _, path = name.partition(":")
+    found: object = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else None
+
+
+@functools.cache
+def _type_of_failure(known: type[Exception] | None, was_debugged: bool) -> type[BaseException]:  # noqa: FBT001 - a key
+    """Return the type of a failure; one and the same for the same arguments, since Hypothesis tells failures by it."""
+    bases: list[Any] = [pytest.fail.Exception, *([bdb.BdbQuit] if was_debugged else [])]
+    # The name is what pytest shows. The constructors of the bases may want other arguments.
+    members = {"__module__": "builtins", "__init__": _set_report, "__str__": _with_notes}
+    if known is not None:
+        try:
+            return type("Failed", (*bases, known), members)
+        except TypeError:  # some types cannot be combined with others
+            pass
+    return type("Failed", tuple(bases), members)
+
+
+def _set_report(self: Any, report: str) -> None:
+    self.args = (report,)
+    self.msg = report
+    self.pytrace = False
+
+
+def _with_notes(self: Any) -> str:
+    """Return the report, and what Hypothesis says about the example."""
+    return "\n".join([self.msg, *(f"\n{note}" for note in getattr(self, "__notes__", []))])
+
+
+def readable_stacks(dump: str) -> str:
+    """Return the threads of ``faulthandler``'s dump, the one that runs the test first, innermost frame last."""
+    if not dump.strip():
+        return "Its stacks cannot be shown: the process did not respond to the signal that asks for them."
+    test: list[str] = []
+    others: list[str] = []
+    for block in re.split(r"\n\s*\n", dump.strip()):
+        title, *frames = block.splitlines()
+        if frames and _IDLE.search(frames[0]):
+            continue
+        own = [index for index, frame in enumerate(frames) if _OWN_FILE in frame]
+        if own:  # without the frames of the worker around the test
+            test += ["The thread of the test (innermost call last):", *_with_sources(frames[: own[0]])]
+        else:
+            thread = _THREAD.match(title)
+            name = f"Thread {thread['id']}" if thread else title
+            others += ["", f"{name} (innermost call last):", *_with_sources(frames)]
+    return "\n".join([*test, *others]).strip()
+
+
+def _with_sources(frames: Sequence[str]) -> list[str]:
+    lines = []
+    for frame in reversed(frames):
+        lines.append(frame)
+        match = _FRAME.match(frame)
+        source = linecache.getline(match["file"], int(match["line"])).strip() if match else ""
+        if source:
+            lines.append(f"    {source}")
+    return lines

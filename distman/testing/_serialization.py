@@ -21,34 +21,13 @@ import pytest
 from distman._workers.pickling import ModulePickler
 from distman.testing._hypothesis import is_given
 
-_OF_THE_MAIN_PROCESS = frozenset(
-    {
-        *("capfd", "capfdbinary", "caplog", "capsys", "capsysbinary", "capteesys"),
-        *(
-            "cache",
-            "doctest_namespace",
-            "pytestconfig",
-            "pytester",
-            "recwarn",
-            "request",
-            "subtests",
-            "testdir",
-        ),
-        *("record_property", "record_testsuite_property", "record_xml_attribute"),
-        *("tmp_path_factory", "tmpdir_factory"),
-    }
-)
-
-
-@dataclass(frozen=True)
-class WarningFilter:
-    """One entry of ``warnings.filters`` as the arguments of ``warnings.filterwarnings``."""
-
-    action: str
-    message: str
-    category: type[Warning] | tuple[type[Warning], ...]
-    module: str
-    line: int
+_OF_THE_PYTEST_PROCESS = """
+    cache capfd capfdbinary caplog capsys capsysbinary capteesys doctest_namespace pytestconfig pytester record_property
+    record_testsuite_property record_xml_attribute recwarn request subtests testdir tmp_path_factory tmpdir_factory
+"""
+_PROBLEMS = (pickle.PicklingError, TypeError, ValueError, AttributeError, RecursionError)
+# The arguments of ``warnings.filterwarnings``.
+_WarningFilter = tuple[str, str, type[Warning] | tuple[type[Warning], ...], str, int]
 
 
 @dataclass(frozen=True)
@@ -56,7 +35,7 @@ class Call:
     function: Callable[..., object]
     arguments: dict[str, object]
     parameters: tuple[str, ...]  # those of ``rank`` and ``world_size`` that it takes
-    filters: tuple[WarningFilter, ...]  # the warnings filters of the pytest process, first one first
+    filters: tuple[_WarningFilter, ...]  # of the pytest process, first one first
 
 
 class UnpicklableError(TypeError):
@@ -73,7 +52,7 @@ def pack(
 
     Functions and classes of ``modules`` are pickled by value. What cannot be pickled is named by an UnpicklableError.
     """
-    for name in sorted(_OF_THE_MAIN_PROCESS.intersection(arguments)):
+    for name in arguments.keys() & set(_OF_THE_PYTEST_PROCESS.split()):
         raise UnpicklableError(
             f"The fixture {name!r} must stay in the pytest process, got it as an argument of @ranks. "
             "Use it in another fixture, or replace it by values."
@@ -81,7 +60,7 @@ def pack(
     with _by_value(modules):
         try:
             return _dump(Call(function, dict(arguments), tuple(parameters), _current_filters()))
-        except (pickle.PicklingError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except _PROBLEMS as error:
             raise UnpicklableError(_name_culprit(function, arguments, error)) from error
 
 
@@ -95,7 +74,7 @@ def _refuse() -> Callable[..., object]:
 
 
 class _TestPickler(ModulePickler):
-    """Leaves behind what means nothing in a worker: marks, Hypothesis, and patches made in the pytest process."""
+    """Leaves out what means nothing in a worker: marks, Hypothesis, and patches made in the pytest process."""
 
     def reducer_override(self, obj: object) -> object:
         if isinstance(obj, pytest.Mark):
@@ -107,9 +86,9 @@ class _TestPickler(ModulePickler):
         return super().reducer_override(obj)
 
 
-def _current_filters() -> tuple[WarningFilter, ...]:
+def _current_filters() -> tuple[_WarningFilter, ...]:
     return tuple(
-        WarningFilter(action, _as_pattern(message), category, _as_pattern(module), line)
+        (action, _as_pattern(message), category, _as_pattern(module), line)
         for action, message, category, module, line in warnings.filters
     )
 
@@ -145,15 +124,16 @@ def _name_culprit(function: object, arguments: Mapping[str, object], error: Exce
 def _problem_of(value: object) -> Exception | None:
     try:
         _dump(value)
-    except (pickle.PicklingError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except _PROBLEMS as error:
         return error
     return None
 
 
 @contextmanager
 def _by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
-    known = cloudpickle.list_registry_pickle_by_value()
-    added = {module.__name__: module for module in modules if module.__name__ not in known}
+    added = {module.__name__: module for module in modules}
+    for name in cloudpickle.list_registry_pickle_by_value():
+        added.pop(name, None)
     for module in added.values():
         cloudpickle.register_pickle_by_value(module)
     try:

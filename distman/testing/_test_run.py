@@ -6,32 +6,21 @@ import contextlib
 import math
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from distman._workers.output import describe_exit
 from distman._workers.worker_process import END_SECONDS
-from distman.testing._messages import (
-    Begin,
-    Debug,
-    Failing,
-    Joined,
-    Raised,
-    RankReport,
-    RankResult,
-    RankStatus,
-    RankTask,
-    Release,
-    Released,
-)
-from distman.testing._rank_process import RankProcess
-from distman.testing._stacks import readable_stacks
+from distman.testing._messages import Failing, RankReport, RankStatus, RankTask, Signal
+from distman.testing._report import readable_stacks
 
 if TYPE_CHECKING:
     from distman.testing._debugger import Debugger
+    from distman.testing._rank_pool import RankProcess
 
 # After the first failure the others are in a collective, which the failed rank's leaving ends at once, or on
-# their way to a failure of their own; whoever needs longer than this will not end by itself.
+# their way to a failure of their own; a rank that needs longer than this will not end by itself.
 _GRACE_SECONDS = 2.0
 # To describe an error is to parse the source of every function on its way, and to show objects of the test.
 _DESCRIPTION_SECONDS = 10.0
@@ -52,25 +41,25 @@ class TestRun:
     def __init__(
         self, workers: Sequence[RankProcess], timeout: float, dies: Sequence[int], debugger: Debugger | None = None
     ) -> None:
-        self._workers = dict(enumerate(workers))
+        self._workers = workers
         self._timeout = timeout
-        self._dies = frozenset(dies)
-        self._deadline = time.monotonic() + timeout
+        self._dies = dies
         self._debugger = debugger
-        self._described_by: dict[int, float] = {}
-        self._failing: dict[int, Failing] = {}
+        self._deadline = math.inf
+        self._described_by: dict[int, float] = {}  # until when ranks that have raised may describe their errors
+        self._failing: dict[int, Failing] = {}  # ranks that may be debugged
         self._choice_at = math.inf
-        self._first_failure: int | None = None
-        self._results: dict[int, RankResult] = {}
-        self._running = set(self._workers)
-        self._joining = set(self._workers)
+        self._first_failure: RankReport | None = None
+        self._reports: dict[int, RankReport] = {}
+        self._running = set(range(len(workers)))
+        self._joining = set(self._running)
         self._unreleased: set[int] = set()
-        self._closed: set[int] = set()
+        self._closed: set[int] = set()  # ranks that have closed their connection, and are about to end
 
-    def start(self, tasks: Sequence[RankTask]) -> None:
-        for rank, task in enumerate(tasks):
-            self._workers[rank].forget_output()
-            self._tell([rank], task)
+    def start(self, task: RankTask) -> None:
+        for rank, worker in enumerate(self._workers):
+            worker.forget_output()
+            self._tell([rank], replace(task, rank=rank))
         self._deadline = time.monotonic() + self._timeout
         self._note_deaths()
 
@@ -78,9 +67,10 @@ class TestRun:
         """Wait for all ranks, end those that do not end, and return every rank's report."""
         while self._running and time.monotonic() < self._limit():
             self._listen()
-        self._end_running(self._describe_stuck())
+        self._end_running(*self._describe_stuck())
         self._release()
-        return [self._report(rank) for rank in self._workers]
+        outputs = [worker.read_outputs() for worker in self._workers]
+        return [replace(self._reports[rank], stdout=out, stderr=err) for rank, (out, err) in enumerate(outputs)]
 
     def abandon(self) -> None:
         """Kill the workers that still have the test, as after Ctrl-C; nothing to do after ``finish``."""
@@ -94,29 +84,33 @@ class TestRun:
 
     def _listen(self) -> None:
         """Wait for the next message or death, and note what it says."""
-        connections = {self._workers[rank].connection: rank for rank in self._running - self._closed}
         lives = [self._workers[rank].life for rank in self._running]
-        heard = wait([*connections, *lives], max(0.0, min(self._limit(), self._choice_at) - time.monotonic()))
-        for rank in [connections[one] for one in connections if one in heard]:
+        ready, is_over = self._wait(self._running - self._closed, min(self._limit(), self._choice_at), lives)
+        for rank in ready:
             self._take_message(rank)
-        if any(life in heard for life in lives):
+        if is_over:
             self._note_deaths()
         if self._failing and (time.monotonic() >= self._choice_at or self._running <= self._failing.keys()):
             self._debug()
 
+    def _wait(self, ranks: Iterable[int], until: float, lives: Sequence[object] = ()) -> tuple[list[int], bool]:
+        """Return the ranks that have sent a message or closed their connection, and whether one of the lives ended."""
+        connections = {self._workers[rank].connection: rank for rank in ranks}
+        heard = wait([*connections, *lives], max(0.0, until - time.monotonic()))  # type: ignore[list-item]  # sockets
+        return [connections[one] for one in connections if one in heard], any(life in heard for life in lives)
+
     def _take_message(self, rank: int) -> None:
         message = self._receive(rank)
-        if isinstance(message, Joined):
+        if message is Signal.JOINED:
             self._note_joined(rank)
-        elif isinstance(message, RankResult):
-            self._running.discard(rank)
+        elif isinstance(message, RankReport):
             self._unreleased.add(rank)
-            self._note(rank, message)
-        elif isinstance(message, Raised):
+            self._note(message)
+        elif message is Signal.RAISED:
             self._described_by[rank] = time.monotonic() + _DESCRIPTION_SECONDS
         elif isinstance(message, Failing):
             if self._debugger is None or self._debugger.was_used:
-                self._tell([rank], Debug(is_chosen=False))
+                self._tell([rank], Signal.GO_ON)
             else:
                 self._failing[rank] = message
                 self._choice_at = min(self._choice_at, time.monotonic() + _CHOICE_SECONDS)
@@ -128,7 +122,7 @@ class TestRun:
             return
         chosen, start = self._debugger.choose(failing), time.monotonic()
         self._debugger.converse(chosen, failing[chosen], self._workers[chosen].connection)
-        self._tell(failing.keys() - {chosen}, Debug(is_chosen=False))
+        self._tell(failing.keys() - {chosen}, Signal.GO_ON)
         now = time.monotonic()
         self._deadline += now - start
         for rank in failing:  # each has to say only now what was shown
@@ -139,7 +133,7 @@ class TestRun:
         if rank in self._joining:
             self._joining.discard(rank)
             if not self._joining:
-                self._tell(self._running, Begin())
+                self._tell(self._running, Signal.BEGIN)
 
     def _tell(self, ranks: Iterable[int], message: object) -> None:
         for rank in ranks:
@@ -163,33 +157,32 @@ class TestRun:
             while rank in self._running - self._closed and worker.connection.poll():
                 self._take_message(rank)
             if rank in self._running:
-                self._running.discard(rank)
-                headline = describe_exit(worker.exit_code)
-                self._note(rank, RankResult(RankStatus.DIED, headline, "", time.monotonic(), []))
+                self._note(RankReport(rank, RankStatus.DIED, describe_exit(worker.exit_code)))
 
-    def _note(self, rank: int, result: RankResult) -> None:
-        self._results[rank] = result
-        self._note_joined(rank)
-        is_expected = result.status is RankStatus.DIED and rank in self._dies
-        if result.status is not RankStatus.PASSED and not is_expected and self._first_failure is None:
-            self._first_failure = rank
+    def _note(self, report: RankReport) -> None:
+        self._running.discard(report.rank)
+        self._reports[report.rank] = report
+        self._note_joined(report.rank)
+        is_expected = report.status is RankStatus.DIED and report.rank in self._dies
+        if report.status is not RankStatus.PASSED and not is_expected and self._first_failure is None:
+            self._first_failure = report
             self._deadline = min(self._deadline, time.monotonic() + _GRACE_SECONDS)
 
     def _describe_stuck(self) -> tuple[RankStatus, str]:
-        if self._first_failure is None:
+        first = self._first_failure
+        if first is None:
             return RankStatus.STUCK, f"had not ended after {self._timeout:g} s (stuck)"
-        seconds = time.monotonic() - self._results[self._first_failure].ended_at
-        return RankStatus.STOPPED, f"stopped {seconds:.1f} s after rank {self._first_failure} failed"
+        return RankStatus.STOPPED, f"stopped {time.monotonic() - first.ended_at:.1f} s after rank {first.rank} failed"
 
-    def _end_running(self, how: tuple[RankStatus, str]) -> None:
+    def _end_running(self, status: RankStatus, headline: str) -> None:
         """Fetch the stacks of the ranks that have not ended, and end them."""
         ranks = sorted(self._running)
         stacks = self._fetch_stacks(ranks)
         for rank in ranks:
-            if rank not in self._results or self._results[rank].status is RankStatus.PASSED:
-                self._results[rank] = RankResult(*how, stacks[rank], time.monotonic(), [])
+            if rank not in self._reports or self._reports[rank].status is RankStatus.PASSED:
+                self._reports[rank] = RankReport(rank, status, headline, stacks[rank])
             self._workers[rank].kill()
-        self._await_deaths(self._running)
+        self._await_deaths(ranks)
         self._running.clear()
 
     def _fetch_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -206,49 +199,29 @@ class TestRun:
 
     def _release(self) -> None:
         """Let the ranks that have ended leave the group together, and wait until they have."""
-        self._tell(self._unreleased, Release())
-        self._deadline = time.monotonic() + _RELEASE_SECONDS
-        while self._unreleased and time.monotonic() < self._deadline:
-            connections = {self._workers[rank].connection: rank for rank in self._unreleased}
-            heard = wait(connections, max(0.0, self._deadline - time.monotonic()))
-            for rank in [connections[one] for one in connections if one in heard]:
-                self._take_released(rank)
-        self._running = self._unreleased
-        self._unreleased = set()
-        self._end_running(
-            (RankStatus.STUCK, f"passed, but had not left the group {_RELEASE_SECONDS:g} s later (stuck)")
-        )
+        self._tell(self._unreleased, Signal.RELEASE)
+        deadline = time.monotonic() + _RELEASE_SECONDS
+        while self._unreleased and time.monotonic() < deadline:
+            for rank in self._wait(self._unreleased, deadline)[0]:
+                self._note_released(rank)
+        self._running, self._unreleased = self._unreleased, set()
+        headline = f"passed, but had not left the group {_RELEASE_SECONDS:g} s later (stuck)"
+        self._end_running(RankStatus.STUCK, headline)
 
-    def _take_released(self, rank: int) -> None:
-        message = self._receive(rank)
+    def _note_released(self, rank: int) -> None:
+        end, worker = self._receive(rank), self._workers[rank]
         self._unreleased.discard(rank)
-        problem = message.problem if isinstance(message, Released) else None
-        if message is None:
-            has_ended = self._workers[rank].has_ended(_DEATH_SECONDS)
-            what = describe_exit(self._workers[rank].exit_code) if has_ended else "closed its connection to pytest"
-            problem = RankResult(RankStatus.DIED, f"{what}, after the test", "", time.monotonic(), [])
-        if problem is None:
-            return
-        self._workers[rank].kill()
-        if self._results[rank].status is RankStatus.PASSED:
-            self._results[rank] = problem
+        if not isinstance(end, RankReport):
+            has_ended = worker.has_ended(_DEATH_SECONDS)
+            how = describe_exit(worker.exit_code) if has_ended else "closed its connection to pytest"
+            end = RankReport(rank, RankStatus.DIED, f"{how}, after the test")
+        if end.status is not RankStatus.PASSED:
+            worker.kill()
+            if self._reports[rank].status is RankStatus.PASSED:
+                self._reports[rank] = end
 
     def _await_deaths(self, ranks: Iterable[int]) -> None:
         deadline = time.monotonic() + END_SECONDS
         for rank in ranks:
             if not self._workers[rank].has_ended(max(0.0, deadline - time.monotonic())):
                 self._workers[rank].kill_here()
-
-    def _report(self, rank: int) -> RankReport:
-        result, worker = self._results[rank], self._workers[rank]
-        return RankReport(
-            rank,
-            result.status,
-            result.headline,
-            result.detail,
-            result.ended_at,
-            worker.stdout,
-            worker.stderr,
-            tuple(result.warnings),
-            result.types,
-        )

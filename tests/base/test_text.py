@@ -167,8 +167,8 @@ def error_of_a_worker(text):
 
 def report_of_tests(text):
     reports = [
-        RankReport(0, RankStatus.RAISED, text, text, 0.0, "", ""),
-        RankReport(1, RankStatus.DIED, text, "", 0.0, text, text),
+        RankReport(0, RankStatus.RAISED, text, text),
+        RankReport(1, RankStatus.DIED, text, stdout=text, stderr=text),
     ]
     return report_failure(reports, [])
 

@@ -12,7 +12,7 @@ from distman.environments import LAUNCHERS, Family, Launcher, OnFailure, detect,
 from distman.environments._hydra import HYDRA
 from distman.errors import LaunchEnvironmentError
 from distman.testing import fake_environment
-from distman.testing._dispatch import server_environ
+from distman.testing._environments import server_environ
 
 PACKAGE = Path(distman.__file__).parent
 # `distman launch` writes job scripts: its backends are whom it writes for, not who started this process.

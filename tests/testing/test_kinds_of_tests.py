@@ -1,4 +1,4 @@
-"""Marks, classes, coroutines, generators and examples of Hypothesis: what strangers combine with @ranks."""
+"""Marks, classes, coroutines and examples of Hypothesis: what strangers combine with @ranks."""
 
 import re
 
@@ -133,16 +133,6 @@ async def test_coroutine_that_fails(rank):
 
 
 @ranks(2)
-def test_generator():
-    yield
-
-
-@ranks(2)
-async def test_asynchronous_generator():
-    yield
-
-
-@ranks(2)
 @settings(max_examples=5, database=None)
 @given(strategies.integers(0, 1000), strategies.data())
 def test_draws_that_cannot_travel(rank, number, data):
@@ -223,7 +213,6 @@ def test_every_test_ends_as_it_would_in_one_process(run):
         "test_draws_that_cannot_travel",
         "test_shrinks",
     }
-    assert endings(run, "ERROR") == {"test_generator", "test_asynchronous_generator"}
     assert endings(run, "PASSED") == {
         "TestClass::test_inherited",
         "TestClass::test_own",
@@ -247,7 +236,6 @@ def test_every_test_ends_as_it_would_in_one_process(run):
 
 def test_failures_say_why(run):
     assert "ranks 0, 1 raised ValueError: in the coroutine" in run.report("test_coroutine_that_fails[2 ranks]")
-    assert "got the generator 'test_generator'" in run.report("ERROR at setup of test_generator[2 ranks]")
     assert "The argument 'data' must be picklable" in run.report("test_draws_that_cannot_travel[2 ranks]")
 
 

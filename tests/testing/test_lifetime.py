@@ -11,7 +11,7 @@ import pytest
 from distman._workers.server_process import spawn_server
 from distman._workers.worker_process import WorkerProcess
 from distman.testing import _test_run
-from distman.testing._rank_process import RankProcess
+from distman.testing._rank_pool import RankProcess
 
 BUSY = """
 import subprocess, time

@@ -41,6 +41,18 @@ def test_only_functions_and_classes_can_be_decorated():
             ranks(2)(thing)
 
 
+def test_generators_are_refused():
+    def generator():
+        yield
+
+    async def asynchronous():
+        yield
+
+    for function in (generator, asynchronous):
+        with pytest.raises(TypeError, match=rf"without yield, got the generator '.*{function.__name__}'"):
+            ranks(2)(function)
+
+
 def test_a_class_marks_its_methods_but_not_those_of_its_base():
     class Base:
         def test_inherited(self, rank):
