@@ -30,9 +30,9 @@ from distman.compat.nnhandler import (
     WandbLogger,
     _create_distributed_loader,
     _create_rank_cached_dataloader,
+    _ddp,
     _names,
     _resolve_device,
-    _start,
     aggregate_loss,
     aggregate_metrics,
     broadcast_data,
@@ -608,7 +608,7 @@ def test_initialized_already(rank):
 
 
 def test_a_process_that_a_rank_has_started_is_alone(monkeypatch):
-    monkeypatch.setattr(_start, "is_started_by_rank", lambda _: True)
+    monkeypatch.setattr(_ddp, "is_started_by_rank", lambda _: True)
     for name, value in fake_environment("env", tasks=2)[0].items():
         monkeypatch.setenv(name, value)
     assert nnhandler._is_env_distributed()

@@ -13,7 +13,6 @@ from distman._base.public_names import error_of_missing
 from distman._job.device import pick_device as _pick_device
 from distman._version import VERSION as __version__  # noqa: N811 - its name everywhere
 from distman.compat.nnhandler._callbacks import (
-    Callback,
     CudaGarbageCollector,
     EarlyStopping,
     EpochTimer,
@@ -22,7 +21,28 @@ from distman.compat.nnhandler._callbacks import (
     ParameterNormMonitor,
     ParamScheduler,
     SimpleGarbageCollector,
+    TensorBoardLogger,
+    WandbLogger,
 )
+from distman.compat.nnhandler._ddp import (
+    ParallelExecutor,
+    _create_distributed_loader,
+    _create_rank_cached_dataloader,
+    _is_env_distributed,
+    _resolve_device,
+    _should_use_distributed,
+    aggregate_loss,
+    aggregate_metrics,
+    broadcast_data,
+    initialize_ddp,
+    make_train_val_indices,
+    on_rank,
+    parallelize_on_gpus,
+)
+from distman.compat.nnhandler._ddp import broadcast_data as broadcast_if_ddp
+from distman.compat.nnhandler._ddp import broadcast_data as broadcast_tensor
+from distman.compat.nnhandler._ddp import initialize_ddp as _initialize_distributed
+from distman.compat.nnhandler._events import Callback
 from distman.compat.nnhandler._handler import NNHandler
 from distman.compat.nnhandler._kinds import (
     DataLoaderType,
@@ -32,26 +52,7 @@ from distman.compat.nnhandler._kinds import (
     denoising_score_matching,
     initialize_logger,
 )
-from distman.compat.nnhandler._loggers import TensorBoardLogger, WandbLogger
 from distman.compat.nnhandler._names import REFUSED
-from distman.compat.nnhandler._numbers import (
-    _create_distributed_loader,
-    _create_rank_cached_dataloader,
-    aggregate_loss,
-    aggregate_metrics,
-    broadcast_data,
-    make_train_val_indices,
-)
-from distman.compat.nnhandler._numbers import broadcast_data as broadcast_if_ddp
-from distman.compat.nnhandler._numbers import broadcast_data as broadcast_tensor
-from distman.compat.nnhandler._parallel import ParallelExecutor, on_rank, parallelize_on_gpus
-from distman.compat.nnhandler._start import (
-    _initialize_distributed,
-    _is_env_distributed,
-    _resolve_device,
-    _should_use_distributed,
-    initialize_ddp,
-)
 from distman.decorators import parallel_on_all_devices
 from distman.environments._hostlist import first_host as _first_host_from_slurm_nodelist
 from distman.executor import as_cpu as _as_cpu

@@ -1,4 +1,4 @@
-"""``nn_handler.callbacks``: the events of a training, and ready-made callbacks."""
+"""``nn_handler.callbacks``: ready-made callbacks."""
 
 from __future__ import annotations
 
@@ -6,73 +6,16 @@ import copy
 import gc
 import math
 import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from distman import checkpoint
+from distman.compat.nnhandler._checkpoints import with_suffix
+from distman.compat.nnhandler._events import Callback, Logs
+from distman.compat.nnhandler._names import refuse
+from distman.handler import TensorBoardTracker, Tracker, WandbTracker
 from distman.handler import _callbacks as ours
-
-if TYPE_CHECKING:
-    from distman.compat.nnhandler._handler import NNHandler
-
-Logs = dict[str, Any]
-BATCH_EVENTS = ("on_train_batch_begin", "on_train_batch_end", "on_val_batch_begin", "on_val_batch_end")
-
-
-class Callback:
-    """The events of a training, one method each, called on every rank with the results of all ranks.
-
-    An exception ends the training on all ranks. ``on_train_batch_end`` follows the step of the optimizer that the batch
-    is part of; its loss and metrics, as those of ``on_val_batch_end``, are this rank's.
-
-    Attributes:
-        handler: The handler, once the callback has been added to one.
-    """
-
-    handler: NNHandler
-
-    def set_handler(self, handler: NNHandler) -> None:
-        """Take the handler."""
-        self.handler = handler
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Called before the first epoch."""
-
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        """Called after the last epoch."""
-
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Called before an epoch."""
-
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Called after an epoch and its validation."""
-
-    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Called before the model sees a batch."""
-
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Called after the optimizer's step."""
-
-    def on_val_begin(self, logs: Logs | None = None) -> None:
-        """Called before a validation."""
-
-    def on_val_end(self, logs: Logs | None = None) -> None:
-        """Called after a validation."""
-
-    def on_val_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Called before the model sees a batch of a validation."""
-
-    def on_val_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Called after a batch of a validation."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run has to know, as plain values and tensors."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore such a state."""
 
 
 class _Monitoring(Callback):
@@ -290,6 +233,53 @@ class CudaGarbageCollector(SimpleGarbageCollector):
         torch.cuda.empty_cache()
 
 
-def with_suffix(path: str) -> Path:
-    """Return the path of a checkpoint, which ends in ``.pth``."""
-    return Path(path if path.endswith(".pth") else f"{path}.pth")
+class _Logger(Callback):
+    """A callback that lets a tracker write the results of steps and epochs, on rank 0."""
+
+    tracker: Tracker
+
+    def set_handler(self, handler: Any) -> None:
+        """Take the handler, and add the tracker to it."""
+        super().set_handler(handler)
+        handler.distman.add_callback(self.tracker)
+
+
+class TensorBoardLogger(_Logger):
+    """Writes curves for TensorBoard; each run has a folder of its own in there.
+
+    Args:
+        log_dir: The folder of all runs.
+        comment: Name of the run; without one it is made.
+    """
+
+    def __init__(self, log_dir: str = "./logs", comment: str = "") -> None:
+        self.tracker = TensorBoardTracker(log_dir, run=comment or None)
+
+
+class WandbLogger(_Logger):
+    """Writes curves to Weights & Biases.
+
+    Args:
+        project: The project.
+        entity: The user or team; None is the default one.
+        run_name: Name of the run; None makes one.
+        config: Hyperparameters.
+        log_freq_epoch: Is refused, but for 1.
+        log_model_topology: Is left out.
+        log_model_weights: Is refused.
+        log_weight_freq_epoch: Is left out.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        entity: str | None = None,
+        run_name: str | None = None,
+        config: dict[str, Any] | None = None,
+        log_freq_epoch: int = 1,
+        log_model_topology: bool = True,
+        log_model_weights: bool = False,
+        log_weight_freq_epoch: int = 10,
+    ) -> None:
+        refuse(log_freq_epoch=log_freq_epoch != 1, log_model_weights=log_model_weights)
+        self.tracker = WandbTracker(run_name, project=project, entity=entity, config=config)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from distman import checkpoint
+from distman._base.process_state import puts_back
 from distman.checkpoint._state import check_state
-from distman.compat.nnhandler._kinds import ModelType
-from distman.compat.nnhandler._known_classes import class_of
-from distman.compat.nnhandler._start import start
+from distman.compat.nnhandler._ddp import start
 from distman.errors import CheckpointError
 from distman.handler._archive import saved_arguments
 
-if TYPE_CHECKING:
-    from distman.compat.nnhandler._handler import NNHandler
-
+H = TypeVar("H")
 KEY = "nnhandler"
 """Where a checkpoint says how the handler was made; the rest of it is that of distman's handler."""
 
@@ -28,9 +27,28 @@ _CONVERT = (
     "{key: state[key] for key in ('model_state_dict', 'optimizer_state_dict', 'scheduler_state_dict', "
     "'train_losses', 'val_losses') if state.get(key)}, new_path). Make the handler and call handler.load(new_path)."
 )
+_OF_TORCH = {
+    torch.nn.Module: torch.nn,
+    torch.optim.Optimizer: torch.optim,
+    torch.optim.lr_scheduler.LRScheduler: torch.optim.lr_scheduler,
+}
+
+_used: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes with which the program itself has made or set up a handler: what only a file names is not called."""
 
 
-def describe(handler: NNHandler) -> dict[str, Any]:
+@puts_back
+def forget() -> None:
+    _used.clear()
+
+
+def remember(used: object) -> None:
+    """Note a class that the program uses with a handler, or a function that makes such a thing."""
+    if isinstance(used, type):
+        _used.add(used)
+
+
+def describe(handler: Any) -> dict[str, Any]:
     """Return how a handler was made, as plain values: classes by their names, and of arguments those that are plain."""
     return {
         "model": _made_by(handler._model_class, handler.model_kwargs),
@@ -46,13 +64,13 @@ def describe(handler: NNHandler) -> dict[str, Any]:
 class Load:
     """The method ``load``: called on the class it makes a handler, called on a handler it loads into that one."""
 
-    def __get__(self, handler: NNHandler | None, owner: type[NNHandler]) -> Callable[..., NNHandler]:
+    def __get__(self, handler: H | None, owner: type[H]) -> Callable[..., H]:
         return functools.partial(_load, owner, handler)
 
 
 def _load(
-    owner: type[NNHandler],
-    handler: NNHandler | None,
+    owner: Callable[..., Any],
+    handler: Any,
     path: str,
     device: torch.device | str | None = None,
     strict_load: bool = False,
@@ -64,7 +82,7 @@ def _load(
     skip_ema: bool = False,
     *,
     classes: Sequence[type] = (),
-) -> NNHandler:
+) -> Any:
     """Return a handler with the state in a file; the next training goes on from it.
 
     Collective. Blocking. Nothing in the file is run. To make a handler, the classes that the file names are called with
@@ -101,16 +119,16 @@ def _load(
         return handler
     made = state.pop(KEY)
     if handler is None:
-        model_class = class_of(made["model"], torch.nn.Module, classes)
+        model_class = _class_of(made["model"], torch.nn.Module, classes)
         arguments = saved_arguments(made["model"]["kwargs"], owner)
         handler = owner(model_class, device or "cpu", model_type=made["model_type"], **arguments)
         if made["optimizer"] and not skip_optimizer:
-            optimizer_class = class_of(made["optimizer"], torch.optim.Optimizer, classes)
+            optimizer_class = _class_of(made["optimizer"], torch.optim.Optimizer, classes)
             handler.set_optimizer(
                 optimizer_class, **saved_arguments(made["optimizer"]["kwargs"], handler.set_optimizer)
             )
             if made["scheduler"] and not skip_scheduler:
-                scheduler_class = class_of(made["scheduler"], torch.optim.lr_scheduler.LRScheduler, classes)
+                scheduler_class = _class_of(made["scheduler"], torch.optim.lr_scheduler.LRScheduler, classes)
                 handler.set_scheduler(
                     scheduler_class, **saved_arguments(made["scheduler"]["kwargs"], handler.set_scheduler)
                 )
@@ -118,7 +136,7 @@ def _load(
     handler.complimentary_kwargs = made["complimentary_kwargs"]
     if made["sampler"] and handler.sampler is not None and not skip_sampler_sde:
         handler.sampler.load(**made["sampler"]["state"])
-    load_weights(handler, state["model"]["module"], strict=strict_load)
+    _load_weights(handler, state["model"]["module"], strict=strict_load)
     state["model"]["module"] = checkpoint.model_state(handler.module)
     if skip_ema:
         state["model"]["average"] = None
@@ -138,29 +156,14 @@ def _load(
     return handler
 
 
-def initialize_from_checkpoint(
-    owner: type[NNHandler],
-    /,
-    checkpoint_path: str,
-    model_class: type[torch.nn.Module],
-    model_type: ModelType | str | None = None,
-    device: torch.device | str | None = None,
-    strict_load: bool = True,
-    **model_kwargs: Any,
-) -> NNHandler:
-    """Return a handler whose model has the weights in a file, and nothing else of it.
-
-    Collective. Blocking. The arguments are those of :class:`NNHandler` and of its ``load``.
-    """
-    start(device)
-    handler = owner(model_class, device or "cpu", model_type=model_type or ModelType.CLASSIFICATION, **model_kwargs)
-    state = _read(checkpoint_path)
+def load_model(handler: Any, path: str, *, strict: bool) -> None:
+    """Load the weights in a file, and nothing else of it."""
+    state = _read(path)
     weights = state["model"]["module"] if KEY in state else state.get("model_state_dict", state)
-    load_weights(handler, weights, strict=strict_load)
-    return handler
+    _load_weights(handler, weights, strict=strict)
 
 
-def load_weights(handler: NNHandler, weights: Mapping[str, Any], *, strict: bool) -> None:
+def _load_weights(handler: Any, weights: Mapping[str, Any], *, strict: bool) -> None:
     """Load weights into the model; names that do not fit are an error if ``strict``, else a warning."""
     missing, unexpected = checkpoint.load_model_state(handler.module, weights, strict=strict)
     if missing or unexpected:
@@ -168,7 +171,7 @@ def load_weights(handler: NNHandler, weights: Mapping[str, Any], *, strict: bool
 
 
 def _load_plain(
-    handler: NNHandler,
+    handler: Any,
     state: Mapping[str, Any],
     strict: bool,
     skip_optimizer: bool,
@@ -176,7 +179,7 @@ def _load_plain(
     skip_history: bool,
 ) -> None:
     """Load weights, and what is beside them under the names of NNHandler's own files."""
-    load_weights(handler, state.get("model_state_dict", state), strict=strict)
+    _load_weights(handler, state.get("model_state_dict", state), strict=strict)
     if "model_state_dict" not in state:
         return
     if handler.optimizer is not None and state.get("optimizer_state_dict") and not skip_optimizer:
@@ -201,6 +204,19 @@ def _read(path: str) -> dict[str, Any]:
     return dict(state)
 
 
+def _class_of(made: Mapping[str, Any], base: type, classes: Iterable[type] = ()) -> Any:
+    """Return the class that a file names: a public one of torch, one that the program has used, or one of its list."""
+    named = made["module"], made["name"]
+    for one in (*vars(_OF_TORCH[base]).values(), *_used, *classes):
+        if isinstance(one, type) and issubclass(one, base) and (one.__module__, one.__qualname__) == named:
+            return one
+    raise CheckpointError(
+        f"{named[0]}.{named[1]} must be a class of {base.__name__} that this program has used, got one that only the "
+        "file names. If you trust the file with its arguments, pass classes=[...] with this class to load(), or make "
+        "the handler and call load() on it."
+    )
+
+
 def _made_by(cls: type, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {"module": cls.__module__, "name": cls.__qualname__, "kwargs": _plain(kwargs)}
 
@@ -215,3 +231,8 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         kept[name] = value
     return kept
+
+
+def with_suffix(path: str) -> Path:
+    """Return the path of a checkpoint, which ends in ``.pth``."""
+    return Path(path if path.endswith(".pth") else f"{path}.pth")

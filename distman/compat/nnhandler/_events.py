@@ -1,4 +1,4 @@
-"""From the events of distman's handler to those of NNHandler's callbacks, and the loss of a batch between them."""
+"""The events of a training, and how they follow from those of distman's handler."""
 
 from __future__ import annotations
 
@@ -6,73 +6,110 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from distman import handler as ours
-from distman.compat.nnhandler._callbacks import BATCH_EVENTS, Callback, Logs
 from distman.compat.nnhandler._kinds import ModelType
 
-if TYPE_CHECKING:
-    from distman.compat.nnhandler._handler import NNHandler
+Logs = dict[str, Any]
+_BATCH_EVENTS = ("on_train_batch_begin", "on_train_batch_end", "on_val_batch_begin", "on_val_batch_end")
+
+
+class Callback:
+    """The events of a training, one method each, called on every rank with the results of all ranks.
+
+    An exception ends the training on all ranks. ``on_train_batch_end`` follows the step of the optimizer that the batch
+    is part of; its loss and metrics, as those of ``on_val_batch_end``, are this rank's.
+
+    Attributes:
+        handler: The :class:`NNHandler`, once the callback has been added to one.
+    """
+
+    handler: Any
+
+    def set_handler(self, handler: Any) -> None:
+        """Take the handler."""
+        self.handler = handler
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Called before the first epoch."""
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Called after the last epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Called before an epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Called after an epoch and its validation."""
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Called before the model sees a batch."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Called after the optimizer's step."""
+
+    def on_val_begin(self, logs: Logs | None = None) -> None:
+        """Called before a validation."""
+
+    def on_val_end(self, logs: Logs | None = None) -> None:
+        """Called after a validation."""
+
+    def on_val_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Called before the model sees a batch of a validation."""
+
+    def on_val_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Called after a batch of a validation."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run has to know, as plain values and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore such a state."""
 
 
 class Validating(ours.NNHandler):
-    """distman's handler, whose validations callbacks hear of.
-
-    Attributes:
-        bridge: What tells the callbacks.
-    """
+    """distman's handler, with events for validations."""
 
     bridge: Bridge
 
     def validate(self) -> dict[str, float]:
-        """Return the loss and the metrics over the validation data.
-
-        Collective. Blocking.
-        """
         return self.bridge.validated(super().validate)
 
 
 class Bridge(ours.Callback):
-    """Calls the callbacks of an NNHandler, and computes its loss.
+    """Calls the callbacks of an NNHandler, and computes its loss."""
 
-    Args:
-        handler: The NNHandler.
-
-    Attributes:
-        phase: ``"train"`` or ``"val"``; empty outside of a training.
-        epoch: Index of the epoch, counted over all trainings.
-        done: Number of epochs that distman's handler has counted.
-        offset: Epochs of the history that distman's handler has not counted: those of a file without its state.
-        states: Loaded states of callbacks that have yet to be added, by the names of their classes.
-    """
-
-    def __init__(self, handler: NNHandler) -> None:
+    def __init__(self, handler: Any) -> None:
         self._nn = handler
-        self.phase, self.epoch, self.done, self.offset = "", 0, 0, 0
-        self.states: dict[str, dict[str, Any]] = {}
+        self.phase = ""  # "train" or "val"; empty outside of a training
+        self.epoch = 0  # its index, counted over all trainings
+        self.done = 0  # epochs that distman's handler has counted
+        self._offset = 0  # epochs of the history that it has not counted: those of a file without its state
+        self._states: dict[str, dict[str, Any]] = {}  # of callbacks that have yet to be added, by their classes' names
         self._total = self._batch = 0
         self._pending: Logs | None = None
         self._last: Logs = {}
 
     def begin(self, epochs: int) -> int:
         """Get ready for so many more epochs; return the number of epochs in all, as distman's handler counts them."""
-        self.offset = len(self._nn.train_losses) - self.done
+        self._offset = len(self._nn.train_losses) - self.done
         self._total = self.done + epochs
         return self._total
 
     def on_train_begin(self, handler: ours.NNHandler) -> None:
         self.phase = "train"
-        start, total = self.done + self.offset, self._total + self.offset
+        start, total = self.done + self._offset, self._total + self._offset
         self._call(
             "on_train_begin", logs={"start_epoch": start, "total_epochs": total, "world_size": self._nn._world_size}
         )
 
     def on_epoch_begin(self, handler: ours.NNHandler, epoch: int) -> None:
         """Call the callbacks, and put the modules into their modes."""
-        self.epoch, self._batch = epoch + self.offset, 0
+        self.epoch, self._batch = epoch + self._offset, 0
         for module in self._nn.modules_always_eval:
             module.eval()
         self._call("on_epoch_begin", epoch=self.epoch, logs={"epoch": self.epoch + 1})
@@ -96,7 +133,7 @@ class Bridge(ours.Callback):
             logs.setdefault(name, math.nan)
         self._call("on_epoch_end", epoch=self.epoch, logs=logs)
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in logs.items() if isinstance(value, float))
-        self._nn.log(f"epoch {self.epoch + 1}/{self._total + self.offset}: {numbers}")
+        self._nn.log(f"epoch {self.epoch + 1}/{self._total + self._offset}: {numbers}")
         self._nn._save_after(logs, is_last=self.done == self._total)
         self._last = logs
 
@@ -105,17 +142,17 @@ class Bridge(ours.Callback):
         self.phase = ""
 
     def state_dict(self) -> dict[str, Any]:
-        return {type(callback).__name__: callback.state_dict() for callback in self._nn.callbacks} | self.states
+        return {type(callback).__name__: callback.state_dict() for callback in self._nn.callbacks} | self._states
 
     def load_state_dict(self, state: Any) -> None:
         """Restore the states of the callbacks, also of those that are added later."""
-        self.states = dict(state)
+        self._states = dict(state)
         for callback in self._nn.callbacks:
             self.restore(callback)
 
     def restore(self, callback: Callback) -> None:
         """Give a callback the state that was loaded for it, if there is one."""
-        state = self.states.pop(type(callback).__name__, None)
+        state = self._states.pop(type(callback).__name__, None)
         if state is not None:
             callback.load_state_dict(state)
 
@@ -192,8 +229,8 @@ class Bridge(ours.Callback):
 
     def _has_batch_events(self) -> bool:
         """Return whether anybody hears of batches: their losses have to be fetched from the device."""
-        heard = [getattr(type(callback), event) for callback in self._nn.callbacks for event in BATCH_EVENTS]
-        return heard != [getattr(Callback, event) for _ in self._nn.callbacks for event in BATCH_EVENTS]
+        heard = [getattr(type(callback), event) for callback in self._nn.callbacks for event in _BATCH_EVENTS]
+        return heard != [getattr(Callback, event) for _ in self._nn.callbacks for event in _BATCH_EVENTS]
 
     def _call(self, event: str, **arguments: Any) -> None:
         for callback in self._nn.callbacks:
