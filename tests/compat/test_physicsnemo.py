@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import distman
 from distman.compat import physicsnemo
@@ -201,6 +202,26 @@ def test_fused_all_reduce(rank, world_size):
     assert fused_all_reduce([loss, count], buffer_dtype=torch.float64)[1].tolist() == [int(total)]
 
 
+def test_a_group_of_other_code_is_enough():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        reduce = torch.compile(lambda x: fused_all_reduce([x, 2 * x]), fullgraph=True, backend="eager")
+        first, second = reduce(torch.ones(2, dtype=torch.float16))
+        assert (first.tolist(), second.tolist(), first.dtype) == ([1, 1], [2, 2], torch.float16)
+    finally:
+        torch.compiler.reset()
+        dist.destroy_process_group()
+
+
+@ranks(2, manager=False)
+def test_sums_over_a_group_of_other_code(rank):
+    values = [torch.tensor(float(rank)), torch.tensor([rank + 1], dtype=torch.bfloat16)]
+    assert [value.item() for value in fused_all_reduce(values)] == [1, 3]
+    largest, work = fused_all_reduce(values, op=dist.ReduceOp.MAX, async_op=True)
+    assert work.wait()
+    assert largest[1].item() == 2
+
+
 @ranks(1, 2)
 def test_shared_modules(rank, world_size):
     module = torch.nn.Linear(1, 1, bias=False)
@@ -248,6 +269,21 @@ def test_manager(rank, world_size):
     assert str(manager).startswith(f"Initialized process {rank} of {world_size} using method '")
     if rank == 0:
         assert physicsnemo.reduce_loss is distman.metrics.reduce_loss
+
+
+@ranks(1, 2, manager=False)
+@pytest.mark.parametrize("reset", [DistributedManager, distman.DistributedManager], ids=["theirs", "ours"])
+def test_a_new_state_is_that_of_all_managers(rank, world_size, reset):
+    managers = DistributedManager, distman.DistributedManager
+    for first in (*managers, *managers):
+        first.initialize()
+        assert [manager().rank for manager in managers] == [rank, rank]
+        assert physicsnemo.reduce_loss(1.0, mean=False) == (world_size if rank == 0 else None)
+        reset._shared_state = {}
+        assert not any(manager.is_initialized() for manager in managers)
+        for manager in managers:
+            with pytest.raises(distman.NotInitializedError):
+                manager()
 
 
 @given(size=st.integers(0, 100), num_chunks=st.integers(1, 17))

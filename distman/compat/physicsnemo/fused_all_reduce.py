@@ -13,7 +13,7 @@ from distman.collectives import GroupLike
 from distman.collectives._fused import name_of
 from distman.collectives._fused_layout import find_layout, kind_of
 from distman.collectives._structure import flatten
-from distman.compat.physicsnemo.manager import DistributedManager
+from distman.manager import DistributedManager
 
 __all__ = ["fused_all_reduce"]
 
@@ -30,7 +30,8 @@ def fused_all_reduce(
 ) -> Any:
     """Do what :func:`distman.collectives.fused_all_reduce` does, before the manager is initialized too.
 
-    Collective. Blocking unless ``async_op``. Not differentiable. Without a process group there is one process.
+    Collective. Blocking unless ``async_op``. Not differentiable. Without the manager it is done over the process group
+    that is there, one tensor after another; without a group there is one process.
 
     Returns:
         A tensor, a list, a dict or a TensorDict; with ``async_op`` a pair of that and a
@@ -44,11 +45,21 @@ def fused_all_reduce(
         tensors = list(tensors)  # a list comes back for any sequence, and a dict for any mapping
     elif isinstance(tensors, Mapping) and not hasattr(tensors, "batch_size"):
         tensors = dict(tensors)
-    if DistributedManager.is_initialized() or dist.is_initialized():
+    if DistributedManager.is_initialized():
         reduce: Any = collectives.fused_all_reduce  # typed by whether async_op is True, which is not known here
         return reduce(tensors, op=op, group=group, buffer_dtype=buffer_dtype, device=device, async_op=async_op)
     paths, values, rebuild = flatten(tensors)
     kinds = tuple(kind_of(value) for value in values)
     find_layout(name_of(op), buffer_dtype, torch.device("cpu"), paths, kinds, has_tangents=False)  # what cannot be
-    result = rebuild(iter([value.detach().clone() for value in values]))
+    results = [value.detach().clone() for value in values]
+    if dist.is_initialized():  # a group that other code made, such as a fake one to trace a program with
+        results = [_reduced(one, op, group, buffer_dtype) for one in results]
+    result = rebuild(iter(results))
     return (result, collectives.FusedWork(None)) if async_op else result
+
+
+def _reduced(tensor: torch.Tensor, op: Any, group: Any, buffer_dtype: torch.dtype | None) -> torch.Tensor:
+    is_short = tensor.dtype in (torch.float16, torch.bfloat16)
+    total = tensor.to(buffer_dtype or (torch.float32 if is_short else tensor.dtype))
+    dist.all_reduce(total, op, group)
+    return total.to(tensor.dtype)

@@ -40,7 +40,19 @@ class PhysicsNeMoUninitializedDistributedManagerWarning(NotInitializedError, War
         )
 
 
-class DistributedManager(distman.manager.DistributedManager):
+class _OneState(type):
+    """Lets a program that sets ``_shared_state``, as tests do to forget a job, set that of distman's manager."""
+
+    @property
+    def _shared_state(cls) -> dict[str, Any]:
+        return distman.manager.DistributedManager._shared_state
+
+    @_shared_state.setter
+    def _shared_state(cls, state: dict[str, Any]) -> None:
+        distman.manager.DistributedManager._shared_state = state
+
+
+class DistributedManager(distman.manager.DistributedManager, metaclass=_OneState):
     """The manager of distman, with the calls and the defaults of physicsnemo's.
 
     Raises:
