@@ -170,9 +170,9 @@ MUTANTS = (
         ("self.num_skipped += self.num_left_out", "self.num_skipped -= self.num_left_out"),
     ),
     *_mutants(
-        "executor/_buffer_pool.py",
+        "executor/_channel.py",
         "executor/test_moving.py executor/test_run.py executor/test_lifetime.py",
-        ("if buffer.size >= num_bytes]", "if buffer.size <= num_bytes]"),
+        ("if buffer.memory.nbytes >= num_bytes]", "if buffer.memory.nbytes <= num_bytes]"),
         ("mask |= 1 << self._freed.pop()", "mask = 1 << self._freed.pop()"),
     ),
     *_mutants(

@@ -79,33 +79,20 @@ def parallelize_on_gpus(
     """
 
     def decorate(function: Callable[..., T]) -> Callable[..., Any]:
-        resident = _Resident(num_gpus, pass_device=pass_device)
+        resident: list[ParallelExecutor] = []
 
         @functools.wraps(function)
         def run_on_all(*args: Any, **kwargs: Any) -> list[T]:
-            return resident.open().run(function, *args, **kwargs)
+            if not resident:
+                resident.append(ParallelExecutor(num_gpus, pass_device))
+            return resident[0].run(function, *args, **kwargs)
 
-        run_on_all.shutdown = resident.shutdown  # type: ignore[attr-defined]
+        def shutdown() -> None:
+            """End the workers, and wait until they are gone."""
+            while resident:
+                resident.pop().shutdown()
+
+        run_on_all.shutdown = shutdown  # type: ignore[attr-defined]
         return run_on_all
 
     return decorate
-
-
-class _Resident:
-    """The executor of a decorated function, made by its first call."""
-
-    def __init__(self, num_gpus: int | None, *, pass_device: bool) -> None:
-        self._num_gpus = num_gpus
-        self._pass_device = pass_device
-        self._executor: ParallelExecutor | None = None
-
-    def open(self) -> ParallelExecutor:
-        if self._executor is None:
-            self._executor = ParallelExecutor(self._num_gpus, self._pass_device)
-        return self._executor
-
-    def shutdown(self) -> None:
-        """End the workers, and wait until they are gone."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown()

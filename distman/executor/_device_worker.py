@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import pickle
 import signal
+from typing import Any
 
 from distman._base.text import printable, printable_lines
 from distman._workers.output import describe_exit
@@ -13,8 +14,7 @@ from distman._workers.server_process import ServerProcess
 from distman._workers.sockets import is_readable, socket_pair
 from distman._workers.worker_process import END_SECONDS, WorkerProcess
 from distman.errors import WorkerDiedError, WorkerError
-from distman.executor._buffer_pool import MappedBuffers
-from distman.executor._channel import Kind, Message, receive, send
+from distman.executor._channel import Kind, MappedBuffers, Message, receive, send
 from distman.executor._payload import Payload, unpack
 from distman.executor._task_loop import Failure, Settings
 
@@ -57,15 +57,14 @@ class DeviceWorker(WorkerProcess):
             ) from error
         if message.kind is Kind.VALUE:
             return value
-        if not isinstance(value, Failure):
-            raise TypeError(f"the answer must be a Failure, got {type(value).__name__}. This is a defect of distman.")
-        failed, raised = self._failed(value), _load_error(value)
-        if not value.is_exception or raised is None:
+        failure: Failure = value
+        failed, raised = self._failed(failure), _load_error(failure)
+        if not failure.is_exception or raised is None:
             raise failed from raised
         add_note(raised, f"It was raised on worker {self.index} ({self._settings.device}, pid {self.pid}).")
         raise raised from failed
 
-    def _open(self, message: Message) -> object:
+    def _open(self, message: Message) -> Any:
         if not message.shared_bytes:
             return message.load_inline()
         return unpack(self._mapped.open(message), message.stream_bytes, message.num_buffers)

@@ -10,7 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from types import FunctionType, TracebackType
+from functools import partial
+from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -24,7 +25,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _MOST_SECONDS = 2_000_000  # 23 days: poll counts milliseconds in 31 bits
 _with_threads: weakref.WeakSet[ParallelExecutor] = weakref.WeakSet()
-_known_places: weakref.WeakKeyDictionary[FunctionType, str] = weakref.WeakKeyDictionary()
 
 
 class ParallelExecutor(Executor):
@@ -80,8 +80,13 @@ class ParallelExecutor(Executor):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Travel as an executor of the same devices, with workers of its own."""
+        options: dict[str, Any] = {
+            "pass_device": self._pass_device,
+            "timeout": self._timeout,
+            "initargs": self._initargs,
+        }
         devices = [str(device) for device in self.devices]
-        return _make, (devices, self._pass_device, self._timeout, self._initializer, self._initargs)
+        return partial(ParallelExecutor, devices=devices, initializer=self._initializer, **options), ()
 
     def _renew(self) -> None:
         """Begin with no workers: at first, and in a copy of the program made by a fork."""
@@ -317,18 +322,6 @@ def _finish_or_terminate() -> None:
 threading._register_atexit(_finish_or_terminate)  # type: ignore[attr-defined]
 
 
-def _make(
-    devices: list[str],
-    pass_device: bool,  # noqa: FBT001 - unpickling calls it
-    timeout: float | None,
-    initializer: Callable[..., object] | None,
-    initargs: tuple[object, ...],
-) -> ParallelExecutor:
-    return ParallelExecutor(
-        pass_device=pass_device, devices=devices, timeout=timeout, initializer=initializer, initargs=initargs
-    )
-
-
 def _choose_devices(num_gpus: int | None, devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
     if devices is None:
         return _choose_gpus(num_gpus)
@@ -358,14 +351,6 @@ def _choose_gpus(num_gpus: int | None) -> tuple[torch.device, ...]:
 
 def _device_place(function: Callable[..., Any]) -> str:
     """Return how the function takes its device: ``"first"``, or ``"keyword"``."""
-    if not isinstance(function, FunctionType):
-        return _find_device_place(function)
-    if function not in _known_places:
-        _known_places[function] = _find_device_place(function)
-    return _known_places[function]
-
-
-def _find_device_place(function: Callable[..., Any]) -> str:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature

@@ -20,8 +20,7 @@ import torch
 from distman._base.seeds import seed_generators
 from distman._workers.fork_server import STACK_SIGNAL, Work
 from distman._workers.output import exit_code_of, flush_output, only_this_process
-from distman.executor._buffer_pool import BufferPool
-from distman.executor._channel import Kind, Message, receive, send
+from distman.executor._channel import BufferPool, Kind, Message, receive, send
 from distman.executor._moving import as_cpu
 from distman.executor._payload import Payload, map_shared_memory, pack, unpack
 
@@ -108,7 +107,7 @@ def _send(program: socket.socket, kind: Kind, payload: Payload, pool: BufferPool
             send(program, kind, payload, shared_bytes=payload.total_bytes, descriptor=descriptor)
         return
     payload.write(buffer.memory)
-    send(program, kind, payload, shared_bytes=buffer.size, descriptor=buffer.unsent, buffer_index=buffer.index)
+    send(program, kind, payload, shared_bytes=buffer.memory.nbytes, descriptor=buffer.unsent, buffer_index=buffer.index)
     buffer.was_sent()
 
 
@@ -130,12 +129,10 @@ def _perform(message: Message, device: torch.device) -> tuple[Kind, Payload, int
 def _load(message: Message) -> Task:
     with message.new_memory() as descriptor:
         if descriptor is None:
-            task: Any = message.load_inline()
+            task: Task = message.load_inline()
         else:
             memory = map_shared_memory(descriptor, message.shared_bytes, is_private=True).data
             task = unpack(memory, message.stream_bytes, message.num_buffers)
-    if not isinstance(task, Task):
-        raise TypeError(f"the task must be a Task, got {type(task).__name__}. This is a defect of distman.")
     return task
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distman.executor import as_cpu
-from distman.executor._buffer_pool import MappedBuffers
+from distman.executor._channel import MappedBuffers
 from distman.executor._payload import create_shared_memory
 
 Point = namedtuple("Point", "x y")
