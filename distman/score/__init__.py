@@ -7,7 +7,7 @@ from distman.score._likelihood import log_likelihood
 from distman.score._network import guided_score, score
 from distman.score._sampling import sample
 from distman.score._sde import SDE, VarianceExploding, VariancePreserving
-from distman.score._streams import random_stream
+from distman.score._sharing import random_stream
 
 __all__ = [
     "SDE",

@@ -9,6 +9,7 @@ import torch
 
 from distman.score._network import Network, evaluate
 from distman.score._sde import SDE, per_sample
+from distman.score._sharing import check_samples
 
 Weighting = Literal["variance", "likelihood"] | Callable[[torch.Tensor], torch.Tensor]
 
@@ -65,11 +66,7 @@ def denoising_loss(
         2021. Likelihood weighting: Song, Durkan, Murray, Ermon, "Maximum Likelihood Training of Score-Based Diffusion
         Models", NeurIPS 2021.
     """
-    if x.ndim == 0 or not len(x) or not x.is_floating_point():
-        raise ValueError(
-            f"x must hold floating-point samples, got {x.dtype} of shape {tuple(x.shape)}. Pass at least "
-            "one sample, shape (batch, *)."
-        )
+    check_samples(x, least_dims=1)
     t = _spread_times(sde, x, generator)
     noise = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
     scale, std = sde.marginal(t)

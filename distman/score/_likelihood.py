@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from distman._job.groups.registry import Group
 from distman.collectives import GroupLike, all_gather_v
 from distman.collectives._validation import admitted, resolve_group
+from distman.score import _sharing
 from distman.score._network import Network, evaluate
 from distman.score._sde import SDE, per_sample
-from distman.score._sharing import agree, check_condition, check_count, check_finite, described, run_jointly
-from distman.score._streams import random_stream
 from distman.topology import split_sizes
 
 Probes = Literal["rademacher", "gaussian"]
-_PROBES = ("rademacher", "gaussian")
 
 
 def log_likelihood(
@@ -84,18 +81,17 @@ def log_likelihood(
     odeint = _import_odeint()
     members = resolve_group(group)
     x = admitted("log_likelihood", x, members, name="x")
-    _check_samples(x)
-    check_condition(condition, len(x))
-    _check_options(num_probes, probes, batch_size, rtol, atol)
-    call: dict[str, object] = {
-        "num_probes": num_probes,
-        "probes": probes,
-        "batch_size": batch_size,
-        "rtol": rtol,
-        "atol": atol,
-    }
-    call |= {"sde": sde, "x": described(x), "condition": described(condition)}
-    seed = agree("log_likelihood", call, seed, group)
+    _sharing.check_samples(x, least_dims=2)
+    _sharing.check_condition(condition, len(x))
+    if num_probes is not None:
+        _sharing.check_count("num_probes", num_probes)
+    _sharing.check_count("batch_size", batch_size)
+    _sharing.check_choice("probes", probes, get_args(Probes))
+    _sharing.check_positive("rtol", rtol, "a tolerance such as 1e-5")
+    _sharing.check_positive("atol", atol, "a tolerance such as 1e-5")
+    call: dict[str, object] = {"num_probes": num_probes, "probes": probes, "batch_size": batch_size, "sde": sde}
+    call |= {"rtol": rtol, "atol": atol, "x": _sharing.described(x), "condition": _sharing.described(condition)}
+    seed = _sharing.agree("log_likelihood", call, seed, group)
 
     batches = torch.split(x.detach(), batch_size)
     conditions = [None] * len(batches) if condition is None else torch.split(condition.to(x.device), batch_size)
@@ -106,14 +102,14 @@ def log_likelihood(
 
     def solve_all() -> torch.Tensor:
         found = (
-            solver.solve(batches[index], conditions[index], random_stream("probes", seed, index, x.device))
+            solver.solve(batches[index], conditions[index], _sharing.random_stream("probes", seed, index, x.device))
             for index in mine
         )
         return torch.cat([x.new_empty(0), *found])
 
     lengths = iter(len(batch) for batch in batches)
     sizes = [sum(next(lengths) for _ in range(count)) for count in counts]
-    return all_gather_v(run_jointly(solve_all, "log_likelihood", members), sizes, group=group)
+    return all_gather_v(_sharing.run_jointly(solve_all, "log_likelihood", members), sizes, group=group)
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,19 @@ class _Solver:
         vectors = self._draw(x, generator)
 
         def rates(time: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-            return self._rates(time, state[0], condition, vectors)
+            """Return the velocity of the flow and its divergence."""
+            with torch.enable_grad():
+                x = state[0].detach().requires_grad_()
+                t = time.to(x.dtype).expand(len(x))
+                found = evaluate(self.score_fn, t, x, condition, name="score_fn")
+                if not found.requires_grad:
+                    raise ValueError(
+                        "score_fn must be differentiable in x, got a score without a gradient. Do not compute it under "
+                        "torch.no_grad()."
+                    )
+                velocity = self.sde.drift(t, x) - 0.5 * per_sample(self.sde.diffusion(t).square(), x) * found
+                divergence = _exact_divergence(velocity, x) if vectors is None else _divergence(velocity, x, vectors)
+            return velocity.detach(), divergence
 
         times = torch.tensor([self.sde.epsilon, self.sde.horizon], dtype=torch.float64, device=x.device)
         options = {"norm": _largest_error}
@@ -148,7 +156,7 @@ class _Solver:
                 "the scores there, or increase rtol and atol."
             ) from error
         found: torch.Tensor = self.sde.prior_log_density(ends[-1]) + changes[-1]
-        check_finite("log-densities", found, self.group)
+        _sharing.check_finite("log-densities", found, self.group)
         return found
 
     def _draw(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
@@ -159,23 +167,6 @@ class _Solver:
             return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
         signs = torch.randint(2, shape, generator=generator, device=x.device, dtype=torch.int8)
         return 2 * signs.to(x.dtype) - 1
-
-    def _rates(
-        self, time: torch.Tensor, x: torch.Tensor, condition: torch.Tensor | None, vectors: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the velocity of the flow and its divergence."""
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            t = time.to(x.dtype).expand(len(x))
-            found = evaluate(self.score_fn, t, x, condition, name="score_fn")
-            if not found.requires_grad:
-                raise ValueError(
-                    "score_fn must be differentiable in x, got a score without a gradient. Do not compute it under "
-                    "torch.no_grad()."
-                )
-            velocity = self.sde.drift(t, x) - 0.5 * per_sample(self.sde.diffusion(t).square(), x) * found
-            divergence = _exact_divergence(velocity, x) if vectors is None else _divergence(velocity, x, vectors)
-        return velocity.detach(), divergence
 
 
 def _divergence(velocity: torch.Tensor, x: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
@@ -190,9 +181,8 @@ def _divergence(velocity: torch.Tensor, x: torch.Tensor, vectors: torch.Tensor) 
 def _exact_divergence(velocity: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     total = x.new_zeros(len(x))
     for column in range(velocity[0].numel()):
-        summed = velocity.flatten(1)[
-            :, column
-        ].sum()  # the sum separates: the velocity of a sample depends on that sample only
+        # The sum separates: the velocity of a sample depends on that sample only.
+        summed = velocity.flatten(1)[:, column].sum()
         (gradient,) = torch.autograd.grad(summed, x, retain_graph=True)
         total += gradient.flatten(1)[:, column]
     return total
@@ -202,25 +192,6 @@ def _largest_error(state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Return the error of the worst sample, which a mean over the batch would hide."""
     x, change = state
     return torch.maximum(x.flatten(1).square().mean(dim=1).sqrt(), change.abs()).max()
-
-
-def _check_samples(x: torch.Tensor) -> None:
-    if x.ndim < 2 or not x.numel() or not x.is_floating_point():
-        raise ValueError(
-            f"x must hold floating-point samples, got {x.dtype} of shape {tuple(x.shape)}. Pass at least "
-            "one sample, shape (batch, *) with two dims or more."
-        )
-
-
-def _check_options(num_probes: int | None, probes: str, batch_size: int, rtol: float, atol: float) -> None:
-    if num_probes is not None:
-        check_count("num_probes", num_probes)
-    check_count("batch_size", batch_size)
-    if probes not in _PROBES:
-        raise ValueError(f"probes must be one of {', '.join(_PROBES)}, got {probes!r}. Choose one of them.")
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, got {value}. Pass a tolerance such as 1e-5.")
 
 
 def _import_odeint() -> Callable[..., Any]:

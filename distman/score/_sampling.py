@@ -15,14 +15,12 @@ from distman.collectives import GroupLike, all_gather_v, gather_v
 from distman.collectives._validation import admitted, check_member, resolve_group
 from distman.decorators import on_rank
 from distman.manager import DistributedManager
+from distman.score import _sharing
 from distman.score._network import Network, evaluate
 from distman.score._sde import SDE, per_sample
-from distman.score._sharing import agree, check_condition, check_count, check_finite, described, run_jointly
-from distman.score._streams import random_stream
 from distman.topology import split_sizes
 
 Method = Literal["euler_maruyama", "predictor_corrector", "probability_flow"]
-_METHODS = get_args(Method)
 
 
 def sample(
@@ -93,21 +91,19 @@ def sample(
     """
     members = resolve_group(group)
     shape = _checked_shape(shape)
-    check_count("num_steps", num_steps)
-    check_condition(condition, shape[0])
-    if method not in _METHODS:
-        raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {method!r}. Choose one of them.")
-    if not 0 < snr < math.inf:
-        raise ValueError(f"snr must be above 0 and finite, got {snr}. Pass a ratio such as 0.16.")
+    _sharing.check_count("num_steps", num_steps)
+    _sharing.check_condition(condition, shape[0])
+    _sharing.check_choice("method", method, get_args(Method))
+    _sharing.check_positive("snr", snr, "a ratio such as 0.16")
     if batch_size is not None:
-        check_count("batch_size", batch_size)
+        _sharing.check_count("batch_size", batch_size)
     if dst is not None:
         check_member("dst", dst, members)
     empty = torch.empty(0, *shape[1:], device=device or DistributedManager().device, dtype=dtype)
     empty = admitted("sample", empty, members)
     call = {"shape": shape, "num_steps": num_steps, "method": method, "snr": snr, "batch_size": batch_size, "dst": dst}
-    call |= {"rank_zero": rank_zero, "condition": described(condition), "sde": sde, "dtype": empty.dtype}
-    seed = agree("sample", call, seed, group)
+    call |= {"rank_zero": rank_zero, "condition": _sharing.described(condition), "sde": sde, "dtype": empty.dtype}
+    seed = _sharing.agree("sample", call, seed, group)
 
     shares = _shares(shape[0], batch_size, 1 if rank_zero else members.size)
     shares += [[]] * (members.size - len(shares))
@@ -117,12 +113,12 @@ def sample(
     def draw_share() -> torch.Tensor:
         found = [empty]
         for index, part in shares[members.rank]:
-            generator = random_stream("sample", seed, index, empty.device)
+            generator = _sharing.random_stream("sample", seed, index, empty.device)
             own = None if conditions is None else conditions[part.start : part.stop]
             found.append(solver.draw(len(part), empty, generator, own))
         return torch.cat(found)
 
-    drawn = on_rank(0, group=group)(draw_share)() if rank_zero else run_jointly(draw_share, "sample", members)
+    drawn = on_rank(0, group=group)(draw_share)() if rank_zero else _sharing.run_jointly(draw_share, "sample", members)
     drawn = empty if drawn is None else drawn
     sizes = [sum(len(part) for _, part in share) for share in shares]
     return all_gather_v(drawn, sizes, group=group) if dst is None else gather_v(drawn, sizes, dst=dst, group=group)
@@ -168,7 +164,7 @@ class _ReverseSolver:
             x = self._euler_maruyama(x, time, next_time, condition, None if is_last else generator)
             if self.method == "predictor_corrector" and not is_last:
                 x = self._langevin(x, next_time, condition, generator)
-        check_finite("samples", x, self.group)
+        _sharing.check_finite("samples", x, self.group)
         return x
 
     def _score(self, x: torch.Tensor, time: float, condition: torch.Tensor | None) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""Checks and error handling when each rank of a group works on its share."""
+"""What sampling and likelihoods share: checks, random streams, and errors when each rank works on its part."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -22,6 +23,25 @@ R = TypeVar("R")
 def check_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}. Pass such a number.")
+
+
+def check_samples(x: torch.Tensor, least_dims: int) -> None:
+    if x.ndim < least_dims or not x.numel() or not x.is_floating_point():
+        dims = "" if least_dims == 1 else " with two dims or more"
+        raise ValueError(
+            f"x must hold floating-point samples, got {x.dtype} of shape {tuple(x.shape)}. Pass at least "
+            f"one sample, shape (batch, *){dims}."
+        )
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}. Choose one of them.")
+
+
+def check_positive(name: str, value: float, example: str) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be above 0 and finite, got {value}. Pass {example}.")
 
 
 def check_condition(condition: torch.Tensor | None, num: int) -> None:
@@ -71,7 +91,7 @@ def run_jointly(run: Callable[[], R], what: str, group: Group) -> R:
     section = group.sections.begin(what, range(group.size), depth=depth()) if group.sections is not None else None
     try:
         result = run()
-    except JobFailed:  # the others hear of it too
+    except JobFailed:  # it is raised on the others, too
         raise
     except BaseException as error:
         if section is not None:
@@ -90,3 +110,27 @@ def check_finite(name: str, values: torch.Tensor, group: Group) -> None:
             f"{name} must be finite, got {bad} of {len(values)} on rank {group.ranks[group.rank]} that are not. "
             "Check the scores there, or take smaller steps."
         )
+
+
+def random_stream(purpose: str, seed: int, index: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a generator for one of many streams of random numbers.
+
+    Local. Streams of the same purpose and seed differ for all indices below 2^32: the index is added to a digest of
+    the other two, of which a generator on the CPU uses 32 bits.
+
+    Args:
+        purpose: What the numbers are used for; equal seeds give different numbers for different purposes.
+        seed: Any integer.
+        index: The rank, or the number of a batch.
+        device: Device of the generator.
+
+    Returns:
+        A new generator; torch's default generators are not used.
+
+    Example:
+        >>> draws = [torch.rand((), generator=random_stream("noise", 7, index)) for index in (0, 0, 1)]
+        >>> draws[0] == draws[1], draws[1] == draws[2]
+        (tensor(True), tensor(False))
+    """
+    digest = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed((int.from_bytes(digest, "big") + index) % 2**64)
