@@ -21,7 +21,7 @@ from distman._workers.sockets import is_readable, socket_pair
 
 W = TypeVar("W")
 
-# The two kill and wait for all that is below them, which the kernel does in milliseconds; whoever needs longer hangs in
+# The two kill and wait for all that is below them, which the kernel does in milliseconds; what takes longer hangs in
 # a driver.
 _CLOSE_SECONDS = 5.0
 # The interpreter ends at once: to take torch apart, half a second, is of no use to anyone.

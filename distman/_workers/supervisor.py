@@ -1,4 +1,4 @@
-"""The process between the program and the fork server, which ends whatever either of them leaves behind.
+"""The process between the program and the fork server, which ends what either of them has left running.
 
 A process whose parent has ended becomes a child of its nearest ancestor that asked for such orphans. Server and
 supervisor both ask, and each kills its descendants when the other, or the program, is gone: what a worker started can
@@ -21,7 +21,7 @@ from distman._workers.fork_server import Entry, serve_requests
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 # How often to look whether the program is still the parent; the kernel tells a process only of its children's ends.
 _POLL_SECONDS = 0.5
-# The server kills its workers and removes a directory; whoever needs longer hangs in a driver or a file system.
+# The server kills its workers and removes a directory; a server that needs longer hangs in a driver or a file system.
 _END_SECONDS = 1.0
 
 

@@ -39,7 +39,7 @@ class Kind(IntEnum):
 class Message:
     kind: Kind
     buffer_index: int  # of the worker's pool, or ``NOT_POOLED``
-    free_buffers: int  # to a worker: the buffers of its pool that nobody reads any more, one bit each
+    free_buffers: int  # to a worker: the buffers of its pool that the program has stopped reading, one bit each
     num_buffers: int  # beside the pickle
     stream_bytes: int  # length of the pickle
     shared_bytes: int  # size of the shared memory; 0 if the pickle is here
@@ -127,7 +127,7 @@ class BufferPool:
         self._buffers: dict[int, PooledBuffer] = {}
 
     def release(self, free_buffers: int) -> None:
-        """Note which buffers nobody reads any more, one bit each."""
+        """Note which buffers the program has stopped reading, one bit each."""
         for index, buffer in self._buffers.items():
             if free_buffers >> index & 1:
                 buffer.is_read = False

@@ -21,7 +21,7 @@ from distman.executor._payload import Payload, pack
 from distman.executor._program_fork import fork_server, may_fork
 from distman.executor._task_loop import ENTRY, Settings, Task
 
-# Seconds. A mistake in the function often shows on all devices at once, and a worker that comes to its own end within
+# Seconds. A mistake in the function often shows on all devices at once, and a worker that reaches its own end within
 # this time need not be replaced.
 _AFTER_FAILURE_SECONDS = 0.5
 

@@ -18,7 +18,7 @@ from distman.executor._channel import Kind, MappedBuffers, Message, receive, sen
 from distman.executor._payload import Payload, unpack
 from distman.executor._task_loop import Failure, Settings
 
-# A worker that hung up, or was told to write its stacks and end, does so in milliseconds if it still can.
+# A worker that closed its connection, or was asked to write its stacks and end, does so in milliseconds if it can.
 _GRACE_SECONDS = 2.0
 
 

@@ -37,14 +37,14 @@ class ParallelExecutor(Executor):
     Args:
         num_gpus: How many GPUs to use, from the first one on; None takes all, or one CPU worker where there is no GPU.
         pass_device: Whether functions take the device.
-        devices: The devices instead, such as ``["cpu", "cpu"]``; one may come several times.
+        devices: The devices instead, such as ``["cpu", "cpu"]``; one may be there several times.
         timeout: Seconds that a call may take on a worker, None for no limit.
         initializer: A function that every worker calls when it starts, with its device like any other. If it fails,
             so does the call that needs the worker, with :class:`~distman.errors.WorkerDiedError`.
         initargs: Its arguments after the device.
 
     Raises:
-        TypeError: A device is neither a text nor a ``torch.device``, ``timeout`` is no number of seconds, or
+        TypeError: A device is neither a text nor a ``torch.device``, ``timeout`` is not a number of seconds, or
             ``initializer`` cannot be called.
         ValueError: There are not as many GPUs, ``devices`` is empty, both are given, or ``timeout`` is not a positive
             number below two million.
@@ -116,7 +116,7 @@ class ParallelExecutor(Executor):
             RuntimeError: The executor was shut down.
             TypeError: Function or arguments cannot be pickled, or ``kwargs`` has the device.
             WorkerDiedError: A worker died, by ``sys.exit`` too, was too late, or did not start.
-            WorkerError: What the function returned or raised cannot be pickled, or is no ``Exception``.
+            WorkerError: What the function returned or raised cannot be pickled, or is not an ``Exception``.
 
         Example:
             >>> def make(device, size):
@@ -181,7 +181,7 @@ class ParallelExecutor(Executor):
 
         Raises:
             ValueError: ``chunksize`` is below 1, or ``timeout`` is not positive.
-            TypeError: ``timeout`` is no number of seconds.
+            TypeError: ``timeout`` is not a number of seconds.
 
         Example:
             >>> def train(device, rate, width):
@@ -318,7 +318,7 @@ def _finish_or_terminate() -> None:
 
 
 # Before the interpreter's end waits for the threads of concurrent.futures, and so for what they wait for, which Ctrl-C
-# does not end; atexit comes after that.
+# does not end; atexit runs after that.
 threading._register_atexit(_finish_or_terminate)  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,6 @@
 """An object as a pickle, with the contents of its tensors and arrays beside it, to be copied into shared memory.
 
-The memory has no name: nothing of it is left in the file system, whoever dies when.
+The memory has no name, so no process that dies leaves any of it in the file system.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def create_shared_memory(num_bytes: int) -> int:
     descriptor = os.memfd_create("distman-executor")
     try:
         os.ftruncate(descriptor, num_bytes)
-    except BaseException:  # Ctrl-C too: memory that nobody else has heard of
+    except BaseException:  # Ctrl-C too: nothing else refers to this memory
         os.close(descriptor)
         raise
     return descriptor

@@ -1,7 +1,7 @@
 """A fork server that is a fork of the program itself, where that is sound.
 
 It is sound if the program has a single thread and no driver open, which the kernel says. No other thread can then have
-held a lock that nobody opens in the copy. A new interpreter would import torch again, which takes a second or two.
+held a lock that is never released in the copy. A new interpreter would import torch again, which takes a second or two.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _work(settings: dict[str, Any], descriptors: Sequence[int]) -> None:
 
 
 def _serve(program: socket.socket, stacks: int, settings: Settings) -> None:
-    """Run the tasks that come over the connection until it closes; stacks are written on a crash or on request."""
+    """Run the tasks that arrive over the connection until it closes; stacks are written on a crash or on request."""
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True, chain=True)  # then the signal ends the process
     if torch.get_num_threads() != settings.num_threads:  # the call itself starts threads, even if nothing changes
@@ -121,7 +121,7 @@ def _perform(message: Message, device: torch.device) -> tuple[Kind, Payload, int
             value = _call(task, device)
         stage = "returned a value that cannot be pickled: "
         return Kind.VALUE, pack(as_cpu(value)), None
-    except BaseException as error:  # noqa: BLE001 - the program is told, and decides
+    except BaseException as error:  # noqa: BLE001 - the program decides what to do about it
         failure = _describe(error, stage)
         return Kind.FAILURE, pack(failure), failure.exit_code
 

@@ -19,7 +19,7 @@ GIVEN_IN_THE_WORKER = ("rank", "world_size")
 
 @dataclass(frozen=True)
 class RanksSpec:
-    """What ``@ranks(...)`` was told about one test function."""
+    """The arguments of ``@ranks(...)`` for one test function."""
 
     world_sizes: tuple[int, ...]  # the test runs once with each
     timeout: float

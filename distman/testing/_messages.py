@@ -31,7 +31,7 @@ class Signal(Enum):
 
 
 class RankStatus(Enum):
-    """How a rank can end a test; what says most about a failure comes first."""
+    """How a rank can end a test; the most telling one first."""
 
     RAISED = "raised"
     DIED = "died"

@@ -29,8 +29,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 Answer = tuple[bool, int, int, int, torch.device]
 
-_untold: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""Groups that a call other than initialize_ddp() has made, of which it has not told yet."""
+_unreported: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Groups that a call other than initialize_ddp() has made, and which it has yet to report."""
 
 
 def initialize_ddp(timeout: float | datetime.timedelta | None = None) -> Answer | None:
@@ -44,10 +44,10 @@ def initialize_ddp(timeout: float | datetime.timedelta | None = None) -> Answer 
     Returns:
         ``(distributed, rank, local_rank, world_size, device)``; the local rank of a lone process is -1.
     """
-    is_told = dist.is_initialized() and dist.group.WORLD not in _untold
+    is_known = dist.is_initialized() and dist.group.WORLD not in _unreported
     manager = start(timeout=timeout)
-    _untold.clear()
-    if is_told:
+    _unreported.clear()
+    if is_known:
         return None
     local_rank = manager.local_rank if manager.distributed else -1
     return manager.distributed, manager.rank, local_rank, manager.world_size, manager.device
@@ -90,7 +90,7 @@ def find_job() -> DistributedManager | None:
         had_group = dist.is_initialized()
         start()
         if not had_group and dist.group.WORLD is not None:
-            _untold.add(dist.group.WORLD)
+            _unreported.add(dist.group.WORLD)
     manager = DistributedManager()
     return manager if manager.distributed else None
 

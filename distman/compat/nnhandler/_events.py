@@ -157,7 +157,7 @@ class Bridge(ours.Callback):
             callback.load_state_dict(state)
 
     def validated(self, validate: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Validate, and call the callbacks before and afterwards; outside of a training nobody hears of it."""
+        """Validate, and call the callbacks before and afterwards; outside of a training, only validate."""
         if not self.phase:
             return validate()
         self._end_batch()
@@ -228,9 +228,9 @@ class Bridge(ours.Callback):
             self._batch, self._pending = self._batch + 1, None
 
     def _has_batch_events(self) -> bool:
-        """Return whether anybody hears of batches: their losses have to be fetched from the device."""
-        heard = [getattr(type(callback), event) for callback in self._nn.callbacks for event in _BATCH_EVENTS]
-        return heard != [getattr(Callback, event) for _ in self._nn.callbacks for event in _BATCH_EVENTS]
+        """Return whether a callback has events of batches, whose losses have to be fetched from the device then."""
+        found = [getattr(type(callback), event) for callback in self._nn.callbacks for event in _BATCH_EVENTS]
+        return found != [getattr(Callback, event) for _ in self._nn.callbacks for event in _BATCH_EVENTS]
 
     def _call(self, event: str, **arguments: Any) -> None:
         for callback in self._nn.callbacks:

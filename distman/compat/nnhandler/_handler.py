@@ -209,7 +209,7 @@ class NNHandler:
     def raise_error(
         self, error: Callable[[str], Exception], msg: str, reraised_exception: Exception | None = None
     ) -> NoReturn:
-        """Log an error and raise it; the other ranks hear of it."""
+        """Log an error and raise it, on all ranks."""
         self.log(msg, logging.ERROR)
         raise error(msg) from reraised_exception
 

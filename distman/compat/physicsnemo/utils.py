@@ -54,7 +54,7 @@ def compute_split_shapes(size: int, num_chunks: int) -> list[int]:
 
 
 def get_memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """Return channels_last for a tensor that lies so in memory, else the contiguous format.
+    """Return channels_last for a tensor with that layout in memory, else the contiguous format.
 
     Local.
     """
@@ -62,7 +62,7 @@ def get_memory_format(tensor: torch.Tensor) -> torch.memory_format:
 
 
 def pad_helper(tensor: torch.Tensor, dim: int, new_size: int, mode: str = "zero") -> torch.Tensor:
-    """Append zeros along a dim or, with ``mode="conj"``, the conjugates of what comes after the first entry, reversed.
+    """Append zeros along a dim or, with ``mode="conj"``, the conjugates of what follows the first entry, reversed.
 
     Local. Differentiable.
     """
@@ -75,7 +75,7 @@ def pad_helper(tensor: torch.Tensor, dim: int, new_size: int, mode: str = "zero"
 
 
 def truncate_helper(tensor: torch.Tensor, dim: int, new_size: int) -> torch.Tensor:
-    """Return what lies below an index along a dim, as a new tensor of the same memory format.
+    """Return what is below an index along a dim, as a new tensor of the same memory format.
 
     Local. Differentiable.
     """
@@ -131,6 +131,7 @@ def all_gather_v_wrapper(
     return full.contiguous(memory_format=get_memory_format(tensor))
 
 
+@torch.no_grad()
 def all_gather_v_bwd_wrapper(
     tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0, use_fp32: bool = True, group: GroupLike = None
 ) -> torch.Tensor:
@@ -138,10 +139,10 @@ def all_gather_v_bwd_wrapper(
 
     Collective. Blocking.
     """
-    with torch.no_grad():
-        return collectives.reduce_scatter_v(tensor, sizes, dim, use_fp32, group)
+    return collectives.reduce_scatter_v(tensor, sizes, dim, use_fp32, group)
 
 
+@torch.no_grad()
 def gather_v_wrapper(
     tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0, dst: int = 0, group: GroupLike = None
 ) -> torch.Tensor:
@@ -149,10 +150,10 @@ def gather_v_wrapper(
 
     Collective. Blocking.
     """
-    with torch.no_grad():
-        return gather_v(tensor, sizes, dim, dst, group)
+    return gather_v(tensor, sizes, dim, dst, group)
 
 
+@torch.no_grad()
 def scatter_v_wrapper(
     tensor: torch.Tensor | None, sizes: Sequence[int], dim: int = 0, src: int = 0, group: GroupLike = None
 ) -> torch.Tensor:
@@ -160,10 +161,10 @@ def scatter_v_wrapper(
 
     Collective. Blocking.
     """
-    with torch.no_grad():
-        return collectives.scatter_v(tensor, sizes, dim, src, group)
+    return collectives.scatter_v(tensor, sizes, dim, src, group)
 
 
+@torch.no_grad()
 def indexed_all_to_all_v_wrapper(
     tensor: torch.Tensor,
     indices: Sequence[torch.Tensor],
@@ -175,8 +176,7 @@ def indexed_all_to_all_v_wrapper(
 
     Collective. Blocking.
     """
-    with torch.no_grad():
-        return collectives.indexed_all_to_all_v(tensor, indices, sizes, dim=dim, group=group)
+    return collectives.indexed_all_to_all_v(tensor, indices, sizes, dim=dim, group=group)
 
 
 def indexed_all_to_all_v_wrapper_bwd(
