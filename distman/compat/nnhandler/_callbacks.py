@@ -70,10 +70,6 @@ class ModelCheckpoint(_Monitoring):
         self.save_freq, self.verbose = save_freq, verbose
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Save, if it is due.
-
-        Collective.
-        """
         logs = logs or {}
         is_due = self._improves(logs) if self.save_best_only else (epoch + 1) % self.save_freq == 0
         if not is_due:
@@ -87,11 +83,9 @@ class ModelCheckpoint(_Monitoring):
             self.handler.log(f"epoch {epoch + 1}: saved {path}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value."""
         return {"best": self._best.value}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore such a state."""
         self._best.value = state_dict["best"]
 
 
@@ -123,11 +117,9 @@ class EarlyStopping(_Monitoring):
         self.best_weights: dict[str, Any] | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begin to wait anew."""
         self.wait, self.stopped_epoch, self._best.value, self.best_weights = 0, 0, None, None
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """End the training if the result has not improved for long enough."""
         has_improved = self._improves(logs or {})
         if has_improved is None:
             return
@@ -144,11 +136,9 @@ class EarlyStopping(_Monitoring):
             self.handler.log(f"epoch {epoch + 1}: {self.monitor} has stopped improving")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, and how many epochs since have not improved on it."""
         return {"best": self._best.value, "wait": self.wait, "stopped_epoch": self.stopped_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore such a state."""
         self._best.value, self.wait = state_dict["best"], state_dict["wait"]
         self.stopped_epoch = state_dict["stopped_epoch"]
 
@@ -161,7 +151,6 @@ class EpochTimer(Callback):
     """Puts the seconds of each epoch among its results, as ``epoch_time_sec``."""
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Add the time."""
         if logs is not None:
             logs["epoch_time_sec"] = logs["epoch_time"]
 
@@ -179,7 +168,6 @@ class ParameterNormMonitor(Callback):
         self._name = f"param_norm_{str(norm_type).lower()}"
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Add the norm."""
         if logs is not None and (epoch + 1) % self.log_freq_epoch == 0:
             parameters = [one.detach().flatten() for one in self.handler.module.parameters()]
             logs[self._name] = torch.cat(parameters).norm(self.norm_type).item()
@@ -198,7 +186,6 @@ class ParamScheduler(Callback):
         self.parameter_name, self.schedule, self.verbose = parameter_name, schedule, verbose
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Set the value of this epoch."""
         value = self.schedule.get_value(epoch)
         setattr(self.handler.module, self.parameter_name, value)
         if self.verbose:
@@ -217,7 +204,6 @@ class SimpleGarbageCollector(Callback):
         self.collect_freq_epoch, self.verbose = collect_freq_epoch, verbose
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Collect, if it is due."""
         if (epoch + 1) % self.collect_freq_epoch == 0:
             self._collect()
 
@@ -239,7 +225,6 @@ class _Logger(Callback):
     tracker: Tracker
 
     def set_handler(self, handler: Any) -> None:
-        """Take the handler, and add the tracker to it."""
         super().set_handler(handler)
         handler.distman.add_callback(self.tracker)
 
