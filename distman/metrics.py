@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -39,10 +38,7 @@ class _Metric(Protocol):
 
 @collective
 def aggregate_metrics(
-    metrics: Mapping[str, _Number | _Metric],
-    *ignored: object,
-    weight: float | None = None,
-    group: GroupLike = None,
+    metrics: Mapping[str, _Number | _Metric], *, weight: float | None = None, group: GroupLike = None
 ) -> dict[str, float]:
     """Return the weighted mean of each metric over all ranks, the same on all of them.
 
@@ -52,7 +48,6 @@ def aggregate_metrics(
         metrics: This rank's metrics by name, numbers or tensors with one element; the same names on all ranks, in any
             order. A NaN is left out on its rank; a metric that is NaN on all of them stays NaN. Objects of
             torchmetrics are computed over all ranks by themselves.
-        ignored: Number of ranks and device, which other libraries ask for; they are known here.
         weight: Weight of this rank's metrics, such as its number of samples; 0 for a rank without any. None gives
             all ranks the same weight.
         group: A process group, the name of one, or None for the world.
@@ -71,7 +66,6 @@ def aggregate_metrics(
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping, got {metrics!r}. Pass a dict of names and numbers.")
-    _warn_of(ignored, "aggregate_metrics")
     own: dict[str, _Metric] = {}
     numbers: dict[str, _Number] = {}
     for name, value in sorted(metrics.items()):
@@ -85,14 +79,13 @@ def aggregate_metrics(
 
 
 @collective
-def aggregate_loss(loss: _Number, *ignored: object, weight: float | None = None, group: GroupLike = None) -> float:
+def aggregate_loss(loss: _Number, *, weight: float | None = None, group: GroupLike = None) -> float:
     """Return the weighted mean of all ranks' losses, the same on all of them.
 
     Collective. Blocking. Not differentiable. In double precision.
 
     Args:
         loss: This rank's loss, a number or a tensor with one element; NaN does not count.
-        ignored: See :func:`aggregate_metrics`.
         weight: See :func:`aggregate_metrics`.
         group: A process group, the name of one, or None for the world.
 
@@ -103,7 +96,6 @@ def aggregate_loss(loss: _Number, *ignored: object, weight: float | None = None,
         >>> aggregate_loss(1.0 + rank)
         1.5
     """
-    _warn_of(ignored, "aggregate_loss")
     (mean,) = _means({"loss": loss}, _checked_weight(weight), [], group)
     return mean
 
@@ -168,15 +160,6 @@ def _checked_weight(weight: float | None) -> float:
     if not 0 <= weight < math.inf:
         raise ValueError(f"weight must be a number of 0 or more, got {weight}. Pass the number of samples.")
     return weight
-
-
-def _warn_of(ignored: tuple[object, ...], name: str) -> None:
-    if ignored:
-        warnings.warn(
-            f"{name} knows the number of ranks and the device: pass neither",
-            DeprecationWarning,
-            stacklevel=4,
-        )
 
 
 @collective

@@ -85,13 +85,6 @@ def test_many_metrics_and_none(rank):
 
 
 @ranks(2)
-def test_arguments_of_older_programs_are_ignored():
-    with pytest.warns(DeprecationWarning, match="aggregate_metrics knows") as caught:
-        assert aggregate_metrics({"loss": 1.0}, 2, torch.device("cpu")) == {"loss": 1.0}
-    assert caught[0].filename == __file__
-
-
-@ranks(2)
 def test_what_is_no_number_is_one_sentence():
     with pytest.raises(ValueError, match=r"accuracy must be one number, got a tensor of shape \(2,\)"):
         aggregate_metrics({"accuracy": torch.ones(2)})
