@@ -655,11 +655,9 @@ class NNHandler:
         """Return so many samples of the sampler, on rank 0; None elsewhere."""
         if self.sampler is None:
             raise RuntimeError("the handler has no sampler. Call set_sampler() first.")
-        return (
-            None
-            if self._rank
-            else self.sampler.sample(N, device=self.device if device is None else torch.device(device))
-        )
+        if self._rank:
+            return None
+        return self.sampler.sample(N, device=self.device if device is None else torch.device(device))
 
     def _check_sde(self, method: str) -> None:
         if not isinstance(self.sde, score.SDE):
