@@ -194,10 +194,9 @@ _FILES_OF_COLLECTIVES = {distributed_c10d.__file__, distributed_utils.__file__}
 class TorchWait:
     """A collective of torch's own that a thread of the program is in."""
 
-    name: str
+    text: str  # its name, in words
     line: str  # where the program called it
-    group: str
-    number: int  # of the collective in that group, which tells one call from the next
+    place: tuple[str, int]  # its group, and its number there, which tells one call from the next
     members: tuple[int, ...]  # of the group, in the world
     ranks: tuple[int, ...]  # those of them that it is sure to wait for
 
@@ -227,7 +226,7 @@ def torch_wait_in(frame: FrameType | None, line_of: Callable[[FrameType], str]) 
     members = tuple(dist.get_process_group_ranks(group))
     name = "DistributedDataParallel" if code.co_name.startswith("_") else code.co_name
     awaited = _awaited_in(code.co_name, frame.f_locals, members, group.rank())
-    return TorchWait(name, line_of(frame), group.group_name, number, members, awaited)
+    return TorchWait(f"torch's {name}", line_of(frame), (group.group_name, number), members, awaited)
 
 
 def _awaited_in(name: str, variables: Mapping[str, Any], members: tuple[int, ...], me: int) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ MUTANTS = (
     *_mutants(
         "_coordination/barrier.py",
         "coordination/test_barrier.py",
-        ("add_to(store, protocol.passages(self.key), _GIVEN_UP)", "add_to(store, protocol.passages(self.key), 0)"),
+        ("count(store, protocol.passages(self.key), _GIVEN_UP)", "count(store, protocol.passages(self.key), 0)"),
     ),
     *_mutants(
         "_coordination/consensus.py",

@@ -12,7 +12,15 @@ import torch.distributed as dist
 from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import MalformedMessageError, add_to, decode, decode_text, no_counter, read_at_once
+from distman._coordination.messages import (
+    MalformedMessageError,
+    count,
+    decode,
+    decode_text,
+    is_first,
+    no_counter,
+    read_at_once,
+)
 from distman._coordination.monitor.current_watcher import has_failed
 from distman._coordination.sync import StoreGroup
 from distman._store.connection import InvalidRequestError
@@ -24,7 +32,10 @@ _GIVEN_UP = -(2**40)
 ranks than there will ever be."""
 
 _NEXT_ROUND = 1.0
-"""Seconds after which a rank that is late asks again whether it shall look for the missing: it costs a call."""
+"""Seconds after which a rank that is late asks again whether it is to look for the missing: it costs a call."""
+
+_PATIENCE = 10.0
+"""Seconds after which it looks by itself, though another rank was to do so."""
 
 Locate = Callable[[Sequence[int]], dict[int, str]]
 """Finds out where ranks of the world are, as far as it can."""
@@ -55,7 +66,7 @@ class _Barrier:
         until = time.monotonic() + timeout
         if not self._come(timeout) and not self._wait_for_outcome(until - time.monotonic()):
             self._wait_for_answer(timeout, locate)
-        passages = add_to(store, protocol.passages(self.key), 1)
+        passages = count(store, protocol.passages(self.key), 1)
         if passages <= 0:
             self._raise_if_given_up()
         elif passages <= group.size:  # nobody leaves before all have come
@@ -63,14 +74,15 @@ class _Barrier:
         elif passages > 2 * group.size:
             raise MalformedMessageError(f"the counter of {self.key}", "it has counted more ranks than there are")
         elif passages == 2 * group.size:
-            store.delete_keys([one(self.key) for one in (protocol.arrived, protocol.outcome, protocol.passages)])
+            keys = (protocol.arrived, protocol.outcome, protocol.passages, protocol.late)
+            store.delete_keys([key(self.key) for key in keys])
 
     def _come(self, timeout: float) -> bool:
         """Be counted as come, and return whether there is an outcome; the store tells it, in the same call."""
         store, group = self.store_group.store, self.store_group
         passages, outcome = protocol.passages(self.key), protocol.outcome(self.key)
         if has_failed():
-            has_all = add_to(store, passages, 1) == group.size
+            has_all = count(store, passages, 1) == group.size
             return has_all and bool(store.compare_set(outcome, "", _OPEN))
         try:
             store.arrive(passages, group.size, (outcome, _OPEN), min(timeout, group.look_around_every))
@@ -87,22 +99,25 @@ class _Barrier:
             awaited=self._missing,
             key=protocol.outcome(self.key),
             timeout=timeout,
-            operation=self.key,
             tell=lambda record: self._give_up(self._missing(), record),
         )
 
     def _wait_for_answer(self, timeout: float, locate: Locate | None) -> None:
-        """Give up if this is the rank that looks who is missing, or wait for its answer."""
-        with self.store_group.looker(self.key, "late") as looker:
-            was_complete = False
-            while True:
-                missing = self._missing() if looker.is_me() else None
-                if missing or (missing is not None and was_complete):
-                    error = BarrierTimeoutError(self._message(timeout, missing, locate))
-                    self._give_up(missing, FailureRecord.of(error, self.store_group.ranks[self.store_group.rank]))
-                if self._wait_for_outcome(_NEXT_ROUND):  # whoever was missing may have come while we looked
-                    return
-                was_complete = missing == []  # the last one may be on its way to be counted, or was interrupted there
+        """Give up if this is the rank that looks who is missing, or wait for its answer.
+
+        If each looked, the store would be asked for the ranks that came by each of them.
+        """
+        group, key = self.store_group, protocol.late(self.key)
+        until, was_complete = time.monotonic() + _PATIENCE, False
+        while True:
+            looks = is_first(group.store, key, group.rank)
+            missing = self._missing() if looks or time.monotonic() > until else None
+            if missing or (missing is not None and was_complete):
+                error = BarrierTimeoutError(self._message(timeout, missing, locate))
+                self._give_up(missing, FailureRecord.of(error, group.ranks[group.rank]))
+            if self._wait_for_outcome(_NEXT_ROUND):  # the missing ones may have come while we looked
+                return
+            was_complete = missing == []  # the last one may be on its way to be counted, or was interrupted there
 
     def _missing(self) -> list[int]:
         """Return who has not come, by index."""
@@ -115,9 +130,9 @@ class _Barrier:
     def _give_up(self, missing: Sequence[int], record: FailureRecord) -> None:
         """Let all that came know why, unless the last rank came at this moment."""
         store, outcome = self.store_group.store, json.dumps([list(missing), dataclasses.asdict(record)])
-        add_to(store, protocol.passages(self.key), _GIVEN_UP)  # first: who sees the outcome must see this too
+        count(store, protocol.passages(self.key), _GIVEN_UP)  # first: who sees the outcome must see this too
         if decode_text(store.compare_set(protocol.outcome(self.key), "", outcome)) != outcome:
-            add_to(store, protocol.passages(self.key), -_GIVEN_UP)
+            count(store, protocol.passages(self.key), -_GIVEN_UP)
 
     def _raise_if_given_up(self) -> None:
         outcome = self.store_group.store.get(protocol.outcome(self.key))

@@ -10,7 +10,7 @@ from distman._base.text import Line, printable_lines
 from distman._coordination import protocol
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import MalformedMessageError, add_to, claim, decode
+from distman._coordination.messages import claim, count, decode, decode_at_once
 from distman._coordination.sync import StoreGroup
 from distman.errors import BarrierTimeoutError, PlanMismatchError
 
@@ -33,19 +33,16 @@ class Consensus:
 
     def agree(self, key: str, digest: str, text: str) -> None:
         """Go on only if all ranks bring the same digest, else PlanMismatchError shows what two of them want."""
-        mine = json.dumps(dataclasses.asdict(_Proposal(self.store_group.rank, digest, text)))
-        first = claim(
-            self.store_group.store, protocol.first_proposal(key), mine, lambda found: self._proposal(found, key)
-        )
+        group, store = self.store_group, self.store_group.store
+        keys = protocol.first_proposal(key), protocol.other_proposal(key)
+        mine = json.dumps(dataclasses.asdict(_Proposal(group.rank, digest, text)))
+        what = f"what a rank asks for at {key}"
+        first = claim(store, keys[0], mine, lambda found: decode(found, _Proposal, what))
         if first.digest != digest:
-            self.store_group.store.compare_set(protocol.other_proposal(key), "", mine)
+            store.compare_set(keys[1], "", mine)
         self._wait(key)
-        other = (
-            self._proposal(self.store_group.store.get(protocol.other_proposal(key)), key)
-            if self.store_group.store.check([protocol.other_proposal(key)])
-            else None
-        )
-        self._forget(key, protocol.first_proposal(key), protocol.other_proposal(key))
+        other = decode_at_once(store, keys[1], _Proposal, what)
+        self._forget(key, *keys)
         if other is not None:
             lower, higher = sorted((first, other), key=lambda said: said.rank)
             raise PlanMismatchError(
@@ -55,16 +52,19 @@ class Consensus:
 
     def compare(self, key: str, mine: Mapping[str, str], *, place: str) -> None:
         """Go on only if all ranks bring the same values, else PlanMismatchError shows those of each rank."""
-        self.store_group.store.set(protocol.call(key, self.store_group.rank), json.dumps([dict(mine), place]))
+        group = self.store_group
+        group.store.set(protocol.call(key, group.rank), json.dumps([dict(mine), place]))
         self._wait(key)
-        keys = [protocol.call(key, rank) for rank in range(self.store_group.size)]
-        calls = [self._call(*one) for one in enumerate(self.store_group.store.multi_get(keys))]
+        keys = [protocol.call(key, rank) for rank in range(group.size)]
+        calls = [
+            decode(found, tuple[dict[Line, Line], Line], f"the call of {group.describe(index)}")
+            for index, found in enumerate(group.store.multi_get(keys))
+        ]
         self._forget(key, *keys)
         if any(call != calls[0][0] for call, _ in calls):
-            who = self.store_group.describe
             rows = [
-                f"  {who(rank)}: {', '.join(f'{name} {value}' for name, value in call.items())}, at {where}"
-                for rank, (call, where) in enumerate(calls)
+                f"  {group.describe(index)}: {', '.join(f'{name} {value}' for name, value in call.items())}, at {where}"
+                for index, (call, where) in enumerate(calls)
             ]
             raise PlanMismatchError(
                 f"all ranks must make the same call at {key}. Correct those that differ:\n" + "\n".join(rows)
@@ -72,45 +72,32 @@ class Consensus:
 
     def require_success(self, key: str, error: Exception | None) -> None:
         """Go on only if no rank failed: where one did, it raises its error, and the others raise RankFailedError."""
+        failure = protocol.failure_of(key)
         if error is not None:
-            self._tell(key, error)
+            self._tell(failure, error)
         try:
             self._wait(key)
         except BarrierTimeoutError as gave_up:
-            self._tell(key, gave_up)
+            self._tell(failure, gave_up)
             raise
-        found = (
-            FailureRecord.decoded(self.store_group.store.get(protocol.failure_of(key)), f"the failure at {key}")
-            if self.store_group.store.check([protocol.failure_of(key)])
-            else None
-        )
-        self._forget(key, protocol.failure_of(key))
+        found = decode_at_once(self.store_group.store, failure, FailureRecord, f"the failure at {key}")
+        self._forget(key, failure)
         if error is not None:
             raise error
         if found is not None:
             raise found.to_error()
 
-    def _tell(self, key: str, error: Exception) -> None:
+    def _tell(self, failure: str, error: Exception) -> None:
         record = FailureRecord.of(error, self.store_group.ranks[self.store_group.rank])
-        self.store_group.store.compare_set(protocol.failure_of(key), "", record.to_json())
+        self.store_group.store.compare_set(failure, "", record.to_json())
 
     def _wait(self, key: str) -> None:
         wait_for_all(self.store_group, key, timeout=self.timeout)
 
     def _forget(self, key: str, *keys: str) -> None:
         """Delete what was written, once all ranks have read it."""
-        if add_to(self.store_group.store, protocol.read_by(key), 1) == self.store_group.size:
+        if count(self.store_group.store, protocol.read_by(key), 1) == self.store_group.size:
             self.store_group.store.delete_keys([*keys, protocol.read_by(key)])
-
-    def _call(self, index: int, found: bytes) -> tuple[dict[str, str], str]:
-        return decode(found, tuple[dict[Line, Line], Line], f"the call of {self.store_group.describe(index)}")
-
-    def _proposal(self, found: bytes, key: str) -> _Proposal:
-        what = f"what a rank asks for at {key}"
-        proposal = decode(found, _Proposal, what)
-        if proposal.rank not in range(self.store_group.size):
-            raise MalformedMessageError(what, f"there is no rank {proposal.rank}")
-        return proposal
 
     def _quote(self, said: _Proposal) -> str:
         return f"{self.store_group.describe(said.rank)} asks for\n{printable_lines(said.text)}"

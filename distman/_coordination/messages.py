@@ -1,7 +1,6 @@
 """What other processes wrote, decoded: a message is JSON, and its fields are checked before anybody uses them.
 
-Where a call that ranks make together cannot go on without a message, what is malformed is an error. A thread that
-looks after the others drops it, with one warning, and goes on. A key that holds nonsense does not keep a message out.
+A message that is malformed is an error, or, where strangers can write, dropped with one warning.
 """
 
 from __future__ import annotations
@@ -142,26 +141,22 @@ def drop(error: MalformedMessageError) -> None:
 
 
 def claim(store: Store, key: str, mine: str | bytes, read: Callable[[bytes], Kind]) -> Kind:
-    """Set a key unless there is a message already, and return the one that is there; a malformed one is replaced."""
-    found = store.compare_set(key, "", mine)  # type: ignore[arg-type]  # torch's stubs lack bytes, which do as well
-    message = unless_malformed(lambda: read(found))
-    if message is not None:
-        return message
-    return read(store.compare_set(key, found, mine))  # type: ignore[arg-type]  # as above
+    """Set a key unless there is a message already, and return the one that is there."""
+    return read(store.compare_set(key, "", mine))  # type: ignore[arg-type]  # torch's stubs lack bytes
+
+
+def is_first(store: Store, key: str, rank: int) -> bool:
+    """Return whether a key names this rank, which it does unless another one was first."""
+    return decode_text(store.compare_set(key, "", str(rank))) == str(rank)
 
 
 def decode_at_once(store: Store, key: str, kind: type[Kind], what: str) -> Kind | None:
-    """Return the message at a key; None where there is none now, or one that is malformed, of which a warning tells."""
+    """Return the message at a key; None where there is none now."""
     found = read_at_once(store, key)
-    return unless_malformed(lambda: decode(found, kind, what)) if found is not None else None
+    return decode(found, kind, what) if found is not None else None
 
 
-def claim_rank(store: Store, key: str, rank: int, size: int, what: str) -> int:
-    """Return the one rank that a key names: this one, unless another was first."""
-    return claim(store, key, str(rank), lambda found: decode_index(found, size, what))
-
-
-def add_to(store: Store, key: str, amount: int) -> int:
+def count(store: Store, key: str, amount: int = 0) -> int:
     """Add to a counter, and return the sum."""
     try:
         return store.add(key, amount)
@@ -171,21 +166,7 @@ def add_to(store: Store, key: str, amount: int) -> int:
 
 def no_counter(key: str, error: Exception) -> MalformedMessageError:
     """Return what to raise where a counter holds no number."""
-    return MalformedMessageError(f"the counter {key!r}", f"it is no number ({error})")
-
-
-def count(store: Store, key: str, amount: int = 0) -> int:
-    """Add to a counter that nobody waits for without a limit, and return the sum; one without a number begins at 0."""
-    try:
-        return add_to(store, key, amount)
-    except MalformedMessageError as error:
-        drop(error)
-        nonsense = store.compare_set(key, "", "0")  # or a number, where another process has begun again meanwhile
-    try:
-        return add_to(store, key, amount)
-    except MalformedMessageError:
-        store.compare_set(key, nonsense, "0")  # type: ignore[arg-type]  # torch's stubs lack bytes, as in claim()
-        return store.add(key, amount)
+    return MalformedMessageError(f"the counter {key!r}", f"it is not a number ({error})")
 
 
 @puts_back

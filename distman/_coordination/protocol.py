@@ -1,6 +1,6 @@
 """The control protocol: every key that ranks exchange over the job's store.
 
-Each entry says what the key holds, who writes and reads it, and how long it lives; the others may be anywhere in the
+Each entry says what the key holds, which ranks write and read it, and how long it lives; those may be anywhere in the
 package, but no other module spells a key out. The life of a job, as one rank sees it::
 
     this rank                      keys                             the others
@@ -10,28 +10,28 @@ package, but no other module spells a key out. The life of a job, as one rank se
     verdict       <-  VERDICT, MEMBERSHIP_EVENT = judged    <-  rank 0
      |  at fault  ->  VERDICT_HEARD +1                      ->  the opener waits for it, then all end
      v
-    started       ->  STARTED +1, the process group is up   ->  who leaves early waits for all to have started
+    started       ->  STARTED +1, the process group is up   ->  a rank that leaves early waits for all to have started
      |
-    work          ->  beat(rank), peer_address(rank)        ->  the rank before watches both
+    work          ->  beat(rank), peer_address(rank)        ->  the rank before watches the first
      |  ^             NEWS +1: look at FAILURE, query(n) and CLOSING, which every watcher does at its next look
-     |  |         <-> query(n), answer(n, rank)             <-> who waits too long asks where the others are
+     |  |         <-> query(n), answer(n, rank)             <-> a rank that waits too long asks where the others are
      |  +-----------  keys of operations: barriers, consensus, sections, stops
      |
      +- fails     ->  FAILURE (the first one counts), NEWS  ->  each raises it, FAILURE_SEEN +1
      |  or ends: the same, by the process of the store
      |
-    leaves        ->  left(rank), LEFT +1                   ->  who awaits this rank gives up
+    leaves        ->  left(rank), LEFT                      ->  ranks that wait for this one give up
      v
     gone          ->  GONE +1: lets go of the store         ->  the holder waits for all, or a failure
-    closing       ->  CLOSING, NEWS: from the holder        ->  who still uses the store: GONE +1; then it is closed
+    closing       ->  CLOSING, NEWS: from the holder        ->  ranks that still use the store: GONE +1; it is closed
 
 The opener is the rank that started the process of the store, which ends with its last member. It is the holder, too,
 where the launcher may end that process with the last rank of its host. In other jobs nobody waits for GONE, and
 CLOSING is never set.
 
-A counter is a number that ``Store.add`` raises; a flag is a key whose presence alone counts. All other values are JSON
-or plain text, which ``messages.py`` reads, and never a pickle, which can run code. "Lives on" means until the store is
-closed.
+A counter is a number that ``Store.add`` raises; a flag is a key whose presence alone counts; a list has a comma after
+each of its numbers. All other values are JSON or plain text, which ``messages.py`` reads, and never a pickle, which can
+run code. A key lives on until the store is closed, unless its entry says otherwise.
 """
 
 # Prefixes: each is the part of a store that belongs to a job or a group.
@@ -43,36 +43,27 @@ def job(*parts: object) -> str:
 
 
 def in_job(key: str) -> str:
-    """One of the keys below as it stands in the whole store, for a process that is no rank yet."""
+    """One of the keys below as it stands in the whole store, for a process that is not a rank yet."""
     return f"{job()}/{key}"
 
 
 def store_address(job_id: str, start: int) -> str:
-    """In the store of a launcher's agent: where rank 0 has opened the job's own at this start. It lives on."""
+    """In the store of a launcher's agent: where rank 0 has opened the job's own at this start."""
     return f"distman/{job_id}/start {start}"
 
 
 def start_failure(job_id: str, restart: str) -> str:
-    """In the store of a launcher's agent: fields of the ``FailureRecord`` of a rank that failed before it joined.
-
-    That rank writes it, the first one; rank 0 reads it until the verdict, the others until they know where to meet.
-    """
+    """There: the ``FailureRecord`` of the first rank that failed before it joined; all that wait to meet read it."""
     return f"distman/{job_id}/start failure {restart}"
 
 
 def opener_beside(job: str) -> str:
-    """In the store of a process group of other code: who opens the job's own, in words. The first to come writes it.
-
-    All read it; it lives on.
-    """
+    """In the store of a process group of other code: the rank that opens the job's own, in words, the first to come."""
     return f"{job}/opener"
 
 
 def store_beside(job: str) -> str:
-    """In the same store: where the job's own is and what lets in there, or why it could not be opened.
-
-    The opener writes it, the others read it; it lives on.
-    """
+    """There: where the job's own is and what lets in there, or why it could not be opened. The opener writes it."""
     return f"{job}/store"
 
 
@@ -90,14 +81,14 @@ def node(first_rank: int) -> str:
     return f"node {first_rank}"
 
 
-# Joining, until the verdict. All of it lives on.
+# Joining, until the verdict.
 
 OPENER = "opener"
 """Number of the opener. That rank writes it, rank 0 reads it."""
 
 JOINED = "joined"
-"""Counter of processes that joined. Each adds itself; rank 0 reads it, who gives up waiting for the verdict, and the
-opener when it has to end."""
+"""Counter of processes that joined. Each adds itself; rank 0 reads it, ranks that give up waiting for the verdict, and
+the opener when it has to end."""
 
 MEMBERSHIP_EVENT = "membership event"
 """``full``, ``failure`` or ``judged``: a reason to look. The last to join, a process that failed before it joined, a
@@ -109,12 +100,11 @@ VERDICT = "verdict"
 of the store, if rank 0 ends before; all read it."""
 
 VERDICT_HEARD = "verdict heard"
-"""Counter of processes that joined and know why the start failed. Each adds itself; the opener waits for
-it."""
+"""Counter of processes that joined and know why the start failed. Each adds itself; the opener waits for it."""
 
 EARLY_FAILURE = "early failure"
-"""Fields of the ``FailureRecord`` of a rank that failed before it joined. That rank writes it, or for the opener the
-process of the store; rank 0 reads it, and so do the others where rank 0 does not judge."""
+"""The ``FailureRecord`` of a rank that failed before it joined. That rank writes it, or for the opener the process of
+the store; rank 0 reads it, and so do the others where rank 0 does not judge."""
 
 TURNED_AWAY = "turned away"
 """Counter of processes that did not join, because they failed before, or were told that another one had. Each adds
@@ -122,49 +112,44 @@ itself, or rank 0 does it for one that has told of its failure elsewhere; the op
 
 
 def join_record(place: int) -> str:
-    """Fields of a ``JoinRecord``; the place is by arrival, since two may claim one rank.
-
-    The process writes it; rank 0 reads it, and so does who gives up waiting for the verdict, or finds its rank taken.
-    """
+    """A ``JoinRecord``, by arrival, since two processes may claim one rank; rank 0 reads it, and ranks that give up."""
     return f"join record/{place}"
 
 
-# The life of a rank. All of it lives on, unless it says otherwise.
+# The life of a rank.
 
 STARTED = "started"
-"""Counter of ranks whose process group is up. Each adds itself; ranks that leave wait for all, and who finds the store
-looks whether the job has started."""
+"""Counter of ranks whose process group is up. Each adds itself; ranks that leave wait for all, and a process that finds
+the store looks whether the job has started."""
 
 NEWS = "news"
-"""Counter of events. Once the job is up, who writes FAILURE, a query or CLOSING raises it; every watcher looks at it
-several times a second, and at the rest only when it has changed."""
+"""Counter of events. Once the job is up, it is raised where FAILURE, a query or CLOSING is written; every watcher looks
+at it several times a second, and at the rest only when it has changed."""
 
 FAILURE = "failure"
-"""Fields of the ``FailureRecord`` of the first failure. The rank that fails writes it, or the one that misses another;
-after the verdict also a process that came too late, where the job may be made of two. The process of the store writes
-what each rank has left there for its end, unless left(rank) is set. All read it, and who finds the store: if the job
-has started, that is an earlier one."""
+"""The ``FailureRecord`` of the first failure. The rank that fails writes it, or the one that misses another; after the
+verdict also a process that came too late, where the job may be made of two. The process of the store writes what each
+rank has left there for its end, unless left(rank) is set. All read it, and so does a process that finds the store: if
+the job has started, that is an earlier one."""
+
+CARETAKER = "caretaker"
+"""The rank that finds out, after a failure, whether one that does nothing would keep the launcher waiting: the first
+one that knows of the failure and can look, the failing one perhaps."""
 
 
 def keeper(first_rank: int) -> str:
-    """The rank of a host that ends those which do not react to a failure. The first to look writes it; it lives on."""
+    """The rank of a host that ends those which do not react to a failure: the first one that looks."""
     return f"keeper {first_rank}"
 
-
-CARETAKER = "caretaker"
-"""The rank that finds out, after a failure, whether one that does nothing would keep the launcher waiting. The first
-one that knows of the failure and can look writes it, the failing one perhaps; all read it."""
 
 FAILURE_SEEN = "failure seen"
 """Counter of ranks that know of FAILURE and have not left since, without the one that failed. Each adds itself; the
 holder waits for all of them before its program learns of it, and may end."""
 
 LEFT = "left"
-"""Counter of ranks that left the job. Each adds itself; who waits looks for left(rank) only if it is not 0."""
-
-FIRST_TO_LEAVE = "first to leave"
-"""The rank that was the first to leave. It writes it; who finds a connection broken reads it, and who finds the store:
-if the job has started, that is an earlier one."""
+"""List of the ranks that left the job, in the order in which they did. Each appends itself; ranks that wait, or find a
+connection broken, read it, and so does a process that finds the store: if the job has started, that is an earlier
+one."""
 
 CLOSING = "closing"
 """Flag: the store will be closed. Its holder writes it when it leaves; all watchers read it."""
@@ -175,61 +160,49 @@ itself only if it does not watch."""
 
 
 def left(rank: int) -> str:
-    """Flag: this rank left the job of its own accord.
-
-    It writes it; who awaits or watches it reads it, and so does the process of the store when the rank ends.
-    """
+    """Flag: this rank left the job of its own accord. Its watcher and the process of the store read it."""
     return f"left/{rank}"
 
 
 def beat(rank: int) -> str:
     """Sign of life: the time, a space, and what the rank waits in.
 
-    Its watcher writes it, and it is deleted when that gives up, or the rank knows of FAILURE; the rank before reads it,
-    and after a failure the caretaker, to find those that do not know.
+    Its watcher writes it, and deletes it when it gives up, or the rank knows of FAILURE; the rank before reads it, and
+    after a failure the ranks that look for stragglers.
     """
     return f"beat/{rank}"
 
 
 def peer_address(rank: int) -> str:
-    """Hosts and port at which the rank's watcher accepts a connection, and the word that opens it.
-
-    It writes it, the rank before reads it, and after a failure the caretaker.
-    """
+    """Hosts and port at which the rank shows its presence; after a failure, or before a firewall, others read it."""
     return f"peer address/{rank}"
 
 
 # Hangs.
 
 HANG_REPORTER = "hang reporter"
-"""The rank that reports a hang.
-
-The first one that waits too long writes it, and deletes it once its wait is over or it watches no more.
-"""
+"""The rank that reports a hang: the first one that waits too long. It deletes it once its wait is over or it watches no
+more."""
 
 QUERY_NUMBERS = "query numbers"
-"""Counter that numbers the queries. Who asks raises it; it lives on."""
+"""Counter that numbers the queries."""
 
 QUERIES = "queries"
-"""Numbers of the queries, each with a comma after it. Who asks appends one once that query is written; the watchers
-answer those that they have not seen. It lives on."""
+"""List of the queries. A rank that asks appends one that is written; watchers answer those they have not seen."""
 
 
 def answered(number: int) -> str:
-    """Counter of ranks that answered a query. Each adds itself; who asked waits for all of them, and deletes it."""
+    """Counter of ranks that answered a query. The rank that asked waits for all of them, and deletes it."""
     return f"answered {number}"
 
 
 def query(number: int) -> str:
-    """Ranks that are asked for their stacks. Who asks writes it, and deletes it when it waits no longer."""
+    """Ranks that are asked for their stacks. The rank that asks writes it, and deletes it when it waits no longer."""
     return f"query {number}"
 
 
 def answer(number: int, rank: int) -> str:
-    """Fields of an ``Answer``. The watcher of that rank writes it; who asked reads and deletes it.
-
-    One that comes too late lives on.
-    """
+    """An ``Answer``. The watcher of that rank writes it; the rank that asked reads and deletes it, if it is in time."""
     return f"answer {number}/{rank}"
 
 
@@ -242,45 +215,41 @@ def waiting(rank: int) -> str:
 
 
 def suspected(rank: int) -> str:
-    """That other ranks wait for this one, which seems to wait for them in another call: a line for each.
-
-    The watchers of those append a line, this rank's reads them. It lives on.
-    """
+    """Ranks that wait for this one, which seems to wait for them in another call: each watcher appends a line."""
     return f"suspected {rank}"
 
 
 def deadlock(key: str) -> str:
-    """Why those that wait in something wait for ever. A watcher writes it, all that wait there read it; it lives on."""
+    """Why those that wait in something wait for ever. A watcher writes it, all that wait there read it."""
     return f"deadlock {key}"
 
 
 # Calls that a rank refuses.
 
 REFUSAL_NUMBERS = "refusal numbers"
-"""Counter that numbers the refusals. Who refuses raises it; it lives on."""
+"""Counter that numbers the refusals."""
 
 REFUSALS = "refusals"
-"""Numbers of the refusals, each with a comma after it. Who refuses appends one once that refusal is written; the
-watchers look at those that they have not seen. It lives on."""
+"""List of the refusals. A rank that refuses appends one that is written; watchers look at those they have not seen."""
 
 
 def refusal(number: int) -> str:
-    """Fields of a ``Refusal``. The rank that refuses a call writes it, and deletes it when the others have answered."""
+    """A ``Refusal``. The rank that refuses a call writes it, and deletes it when the others have answered."""
     return f"refusal {number}"
 
 
 def refusal_answer(number: int, rank: int) -> str:
-    """Fields of a ``Posted``. The watcher of that rank writes it; the rank that refuses reads and deletes it."""
+    """A ``Posted``. The watcher of that rank writes it; the rank that refuses reads and deletes it."""
     return f"refusal {number}/{rank}"
 
 
 def asker(operation: str) -> str:
-    """The one rank that asks where those are that did not come. The first one to ask writes it; it lives on."""
+    """The one rank that asks where those are that did not come: the first one."""
     return f"{operation}/asker"
 
 
 def places(operation: str) -> str:
-    """What the asker found out, as pairs of rank and place. It writes it, all that came read it; it lives on."""
+    """What the asker found out, as pairs of rank and place. It writes it, all that came read it."""
     return f"{operation}/places"
 
 
@@ -313,35 +282,32 @@ def collective(number: int, group: object) -> str:
 
 
 def section(depth: int) -> str:
-    """The exclusive sections of a group, a sequence of operations; nested ones are apart from the outer one."""
+    """The exclusive sections of a group, a sequence of operations; nested ones have keys of their own."""
     return f"section {depth}"
 
 
 JOINT_ERRORS = "joint error"
-"""Who raised an error that left a joint block, a sequence of operations. Each member that raised appends itself to what
-arrived there, and reads who else did."""
+"""Errors that left a joint block, a sequence of operations. Each member that raised appends itself to what arrived
+there, and reads which others did."""
 
 STOP = "stop"
-"""Why to stop. Any rank that was asked to writes it, all look for it; it lives on."""
+"""Why to stop. Any rank that was asked to writes it, all look for it."""
 
 STOP_FIRST_STEP = "stop/first step"
-"""The first step at which a rank asked whether to stop. The first rank writes it, all compare theirs; it lives on."""
+"""The first step at which a rank asked whether to stop. The first rank writes it, all compare theirs."""
 
 STOP_ANSWERS = "stop/answers"
 """Counter of ranks that wrote which step they passed. Each adds itself; the last one writes STOP_AFTER."""
 
 STOP_AFTER = "stop/after"
-"""The furthest step that any rank passed, or null. All wait for it, and stop at their next step; it lives on."""
+"""The furthest step that any rank passed, or null. All wait for it, and stop at their next step."""
 
 STOP_STEP = "stop/step"
-"""The step at which the first rank stopped. All compare theirs; it lives on."""
+"""The step at which the first rank stopped. All compare theirs."""
 
 
 def stop_passed(rank: int) -> str:
-    """The last step that a rank passed before it heard of a stop, or left the job; null for none. It lives on.
-
-    Each writes its own; the last one to do so reads them all.
-    """
+    """The last step that a rank passed before it heard of a stop, or left; null for none. The last one reads all."""
     return f"stop/passed {rank}"
 
 
@@ -355,23 +321,18 @@ def page(sequence: str, number: int) -> str:
     return f"{sequence} page {number}"
 
 
-# Keys of one operation. The last rank to leave deletes them, unless it says otherwise.
+# Keys of one operation. The last rank to leave deletes them, unless it was given up or it says otherwise.
 
 
 def arrived(operation: str) -> str:
-    """Who came to a barrier: each member appends its index and a comma. Who looks for the missing reads it.
-
-    The last one to leave deletes it; that of a barrier which was given up lives on. That of a joint error is deleted
-    with its page.
-    """
+    """List of the members that came to a barrier, or raised a joint error, whose list is deleted with its page."""
     return f"{operation}/arrived"
 
 
 def outcome(operation: str) -> str:
-    """Whether a barrier is open, or who did not come and a ``FailureRecord``'s fields.
+    """Whether a barrier is open, or which members are missing and a ``FailureRecord``.
 
-    The last rank to come writes it, or the one that gives up; all read it. That of a barrier which was given up lives
-    on.
+    The last rank to come writes it, or the one that gives up; all read it.
     """
     return f"{operation}/outcome"
 
@@ -379,17 +340,14 @@ def outcome(operation: str) -> str:
 def passages(operation: str) -> str:
     """Counter of a barrier: each member adds one when it comes and one when it leaves, so that the last one knows.
 
-    It is far below zero where the barrier was given up, and lives on like the outcome.
+    It is far below zero where the barrier was given up.
     """
     return f"{operation}/passages"
 
 
-def looker(operation: str, cause: str) -> str:
-    """The one rank that looks for those that do not come, because it is late or somebody left the job.
-
-    The first one to wait for too long writes it, or who takes its place; it deletes it when its own wait ends.
-    """
-    return f"{operation}/looks, {cause}"
+def late(operation: str) -> str:
+    """The one rank that looks which ranks are missing at a barrier: the first one that has waited for too long."""
+    return f"{operation}/late"
 
 
 def first_proposal(operation: str) -> str:
@@ -408,10 +366,7 @@ def call(operation: str, index: int) -> str:
 
 
 def failure_of(operation: str) -> str:
-    """Fields of the ``FailureRecord`` of the first member that failed.
-
-    It writes it; all read it, and those that still wait for its part in making a group give up.
-    """
+    """The ``FailureRecord`` of the first member that failed. All read it; the making of a group ends by it."""
     return f"{operation}/{FAILURE}"
 
 
@@ -421,15 +376,15 @@ def read_by(operation: str) -> str:
 
 
 def done_by(operation: str) -> str:
-    """The ranks that have done their part of an exclusive section of several, each with a comma after it."""
+    """List of the ranks that have done their part of an exclusive section of several. It is deleted with its page."""
     return f"{operation}/done by"
 
 
 def done(operation: str) -> str:
-    """Counter of ranks that have done their part of an exclusive section.
+    """Counter of these.
 
-    The section's own key holds its name and the ``FailureRecord``'s fields of a rank that failed, or null. Both are
-    deleted with their page.
+    The section's own key holds its name, and the ``FailureRecord`` of a rank that failed, or null. Both are deleted
+    with their page.
     """
     return f"{operation} count"
 
@@ -440,7 +395,7 @@ def done(operation: str) -> str:
 def part(folder: str, rank: int) -> str:
     """What a rank has written of a checkpoint; nothing where it failed, and ``failure_of(folder)`` has the reason.
 
-    The thread of that rank writes it; that of rank 0 reads and deletes it. One of a save that was given up lives on.
+    The thread of that rank writes it; that of rank 0 reads and deletes it, unless the save was given up.
     """
     return f"{folder}/part {rank}"
 
@@ -448,7 +403,7 @@ def part(folder: str, rank: int) -> str:
 # What commands exchange.
 
 STANDING_STILL = "who stands still"
-"""Why a step of a command ended early, in words. The first rank that knows writes it, all read it; it lives on."""
+"""Why a step of a command ended early, in words. The first rank that knows writes it, all read it."""
 
 
 def report(number: int, name: str, rank: int) -> str:
@@ -457,5 +412,5 @@ def report(number: int, name: str, rank: int) -> str:
 
 
 def message(number: int, name: str) -> str:
-    """What rank 0 has to say. It writes it, all others read it; it lives on."""
+    """What rank 0 has to say. It writes it, all others read it."""
     return f"message {number} of {name}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from distman._base.text import Line, printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import add_to, decode, read_at_once
+from distman._coordination.messages import count, decode, read_at_once
 from distman._coordination.sync import KeySequence, StoreGroup
 from distman.errors import PlanMismatchError
 
@@ -43,7 +43,7 @@ class ExclusiveSection:
         store = self.store_group.store
         if len(self.awaited) > 1:
             store.append(protocol.done_by(self.key), f"{self.store_group.rank},")
-        is_last = len(self.awaited) == 1 or add_to(store, protocol.done(self.key), 1) == len(self.awaited)
+        is_last = len(self.awaited) == 1 or count(store, protocol.done(self.key), 1) == len(self.awaited)
         if is_last:
             store.set(self.key, json.dumps([self.what, None]))
         return is_last
@@ -70,9 +70,7 @@ class ExclusiveSection:
         def tell(record: FailureRecord) -> None:
             store.compare_set(self.key, "", json.dumps([self.what, dataclasses.asdict(record)]))
 
-        self.store_group.wait_until(
-            is_over, place=self.what, awaited=self._unfinished, key=self.key, operation=self.key, tell=tell
-        )
+        self.store_group.wait_until(is_over, place=self.what, awaited=self._unfinished, key=self.key, tell=tell)
         what, record = decode(store.get(self.key), tuple[Line, FailureRecord | None], f"the outcome of {self.what}")
         if what != printable(self.what):
             raise PlanMismatchError(

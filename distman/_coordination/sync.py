@@ -1,4 +1,4 @@
-"""How ranks wait for each other over the store: store groups, who looks for those that are missing, and keys."""
+"""How ranks wait for each other over the store: store groups, and the keys of operations that repeat."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
-from distman._coordination.messages import add_to, count
+from distman._coordination.messages import count, read_at_once
+from distman._coordination.monitor.calls import StoreWait
 from distman._coordination.monitor.current_watcher import let_others_hear_first, raise_if_failed
-from distman._coordination.tracking import StoreWait, current_wait
+from distman._coordination.tracking import current_wait
 from distman.errors import PlanMismatchError
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ _PAUSE_PER_RANK = 50e-6  # seconds; 20,000 looks a second in all, about what a s
 _SHORTEST_LIMIT = 0.005  # seconds: longer pauses would delay a small job for nothing
 _LONGEST_LIMIT = 1.0  # seconds: longer ones would delay a large job more than its looks cost
 _LOOK_AROUND_PER_RANK = 1e-3  # seconds; at most 1,000 times a second in all
-_LOOKER_PATIENCE = 10.0  # seconds for who looks to find out; a rank that does not answer is waited for a second or two
-_LOOKER_PATIENCE_PER_RANK = 1e-3  # seconds; it asks the store once or twice for each rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +55,6 @@ class StoreGroup:
         """Return who one of them is, such as ``rank 2 (n1, pid 812)``."""
         return str(self.peers[self.ranks[index]])
 
-    def looker(self, operation: str, cause: str) -> Looker:
-        """Return what elects one of these ranks to look for those that do not come to an operation."""
-        patience = _LOOKER_PATIENCE + _LOOKER_PATIENCE_PER_RANK * self.size
-        return Looker(self.store, protocol.looker(operation, cause), self.rank, patience)
-
     def wait_until(
         self,
         is_there: Callable[[], bool],
@@ -71,8 +63,7 @@ class StoreGroup:
         awaited: Callable[[], Iterable[int]],  # who has yet to bring it, by index
         key: str | None = None,  # what ``is_there`` looks for, if it is one key: the store tells when it comes
         timeout: float | None = None,  # seconds; None: as long as the job goes on
-        operation: str | None = None,  # used once; one of the ranks that wait in it looks for ranks that left
-        tell: Callable[[FailureRecord], None] | None = None,  # tells all that wait, in a way that ``is_there`` sees
+        tell: Callable[[FailureRecord], None] | None = None,  # tells all ranks that wait; ``is_there`` sees it
     ) -> bool:
         """Wait until something is in the store, and return whether it came in time."""
         raise_if_failed()  # the store may have gone since, and torch would print a stack each time that it is asked
@@ -81,17 +72,15 @@ class StoreGroup:
         began = time.monotonic()
         look_around, pause = began + self.look_around_every, _FIRST_PAUSE
         longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.size), _LONGEST_LIMIT)
-        with contextlib.ExitStack() as stack:
-            looker = stack.enter_context(self.looker(operation, "left")) if operation is not None else None
-            stack.enter_context(self._found_waiting(place, awaited))
-            leavers = _Leavers(self, place, awaited, looker, is_there)
+        departures = _Departures(self, place, awaited)
+        with self._found_waiting(place, awaited):
             while not is_there():
                 now = time.monotonic()
                 is_over = timeout is not None and now > began + timeout
                 if is_over or now > look_around:
                     self._check_job(is_there)
                     _raise_if_mismatched()
-                    left = leavers.find(now)
+                    left = departures.find(now)
                     if left is not None and not is_there():
                         if tell is None:
                             raise left.to_failure()
@@ -135,93 +124,34 @@ def _raise_if_mismatched() -> None:
         raise PlanMismatchError(wait.mismatch)
 
 
-class Looker:
-    """Elects the one of several waiting ranks that looks for those which do not come; the others read its answer.
+class _Departures:
+    """Finds awaited ranks that have left the job; it looks again only when another rank has left."""
 
-    If each looked for each, a thousand ranks would ask the store a million times. Where the answer does not come for
-    long, another rank takes its place. A context manager: who is elected stands down when its own wait ends.
-    """
-
-    def __init__(self, store: TorchStore, key: str, rank: int, patience: float) -> None:
-        self._store = store
-        self._key = key  # used by one wait
-        self._me = str(rank).encode()
-        self._patience = patience  # seconds for the answer
-        self._elected = b""
-        self._since = 0.0
-
-    def __enter__(self) -> Looker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._elected == self._me:
-            with contextlib.suppress(dist.DistError):  # the store may be what ended the wait
-                self._store.delete_key(self._key)
-
-    def is_me(self) -> bool:
-        """Return whether this rank is the one that looks, now that it would like to."""
-        if self._elected == self._me:
-            return True
-        now = time.monotonic()
-        is_overdue = bool(self._elected) and now - self._since > self._patience
-        expected = self._elected if is_overdue else b""
-        elected = self._compare_set(expected)
-        if expected and elected == expected:  # so the store answers where that one has stood down, and nobody stands
-            elected = self._compare_set(b"")
-        if elected != self._elected:
-            self._elected, self._since = elected, now
-        return elected == self._me
-
-    def _compare_set(self, expected: bytes) -> bytes:
-        return self._store.compare_set(self._key, expected, self._me)
-
-
-class _Leavers:
-    """Finds awaited ranks that left the job; it looks again only when another rank has left."""
-
-    def __init__(
-        self,
-        store_group: StoreGroup,
-        place: str,
-        awaited: Callable[[], Iterable[int]],
-        looker: Looker | None,
-        is_there: Callable[[], bool],
-    ) -> None:
+    def __init__(self, store_group: StoreGroup, place: str, awaited: Callable[[], Iterable[int]]) -> None:
         self._group = store_group
         self._place = place
         self._awaited = awaited
-        self._looker = looker
-        self._is_there = is_there
-        self._num_left = 0
+        self._left = ""
         self._found: FailureRecord | None = None
         self._since = 0.0
 
     def find(self, now: float) -> FailureRecord | None:
-        """Return that an awaited rank left, once that is known for a while; None where another rank looks."""
-        if self._found is None:
-            self._look(now)
-        return self._found if self._found is not None and now - self._since > self._group.leaving else None
-
-    def _look(self, now: float) -> None:
+        """Return that an awaited rank left, once that is known for a while."""
         group = self._group
-        num_left = count(group.job_store, protocol.LEFT)
-        if num_left == self._num_left:
-            return
-        # Who is elected after another one has stood down need not look: that one has told what it found.
-        if self._looker is not None and (not self._looker.is_me() or self._is_there()):
-            return
-        self._num_left = num_left
-        left = (index for index in self._awaited() if group.job_store.check([protocol.left(group.ranks[index])]))
-        first = next(left, None)
-        if first is not None:
-            self._found, self._since = FailureRecord.left(group.peers[group.ranks[first]], self._place), now
+        left = read_at_once(group.job_store, protocol.LEFT) or ""
+        if self._found is None and left != self._left:
+            self._left, ranks = left, set(left.split(","))
+            first = next((index for index in self._awaited() if str(group.ranks[index]) in ranks), None)
+            if first is not None:
+                self._found, self._since = FailureRecord.left(group.peers[group.ranks[first]], self._place), now
+        return self._found if self._found is not None and now - self._since > group.leaving else None
 
 
 class KeySequence:
     """A new key for each operation that some ranks take part in, the same on all of them.
 
-    A rank that asks for a key is done with all keys before. So whoever is the last to begin a new page of keys
-    deletes the page before it. At most two pages lie in the store, more only while ranks are further apart.
+    A rank that asks for a key is done with all keys before. So the last rank to begin a new page of keys deletes the
+    page before it. At most two pages are in the store, more only while ranks are further apart.
     """
 
     def __init__(self, store: TorchStore, name: str, size: int, beside: Sequence[Callable[[str], str]] = ()) -> None:
@@ -242,7 +172,7 @@ class KeySequence:
     def _begin_page(self, page: int) -> None:
         """Begin a page; the last rank that does so deletes the one before."""
         counter = protocol.page(self._name, page)
-        if add_to(self._store, counter, 1) < self._size:
+        if count(self._store, counter, 1) < self._size:
             return
         numbers = range((page - 1) * _KEYS_PER_PAGE, page * _KEYS_PER_PAGE)
         keys = [protocol.nth(self._name, number) for number in numbers]

@@ -8,8 +8,11 @@ import queue
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import TypeVar
 
 from distman._base.process_state import puts_back
+
+Result = TypeVar("Result")
 
 _NUM_KEPT = 5
 """Threads that wait for work: one that publishes, one beside it that leaves the group, one that prints, and two that
@@ -107,6 +110,13 @@ def leave(work: Callable[[], None]) -> None:
 def run_with_timeout(work: Callable[[], object], seconds: float) -> bool:
     """Do something in another thread, see :func:`begin`; return whether it was done in time, or raise its error."""
     return begin(work)(seconds)
+
+
+def result_within(work: Callable[[], Result], seconds: float) -> Result | None:
+    """Return what something returns in another thread, or None where it was not done in time; or raise its error."""
+    found: list[Result] = []
+    begin(lambda: found.append(work()))(seconds)
+    return found[0] if found else None
 
 
 def _thread() -> _Thread:

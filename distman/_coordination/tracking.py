@@ -8,19 +8,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
 
 from distman._base.process_state import puts_back
 from distman._coordination.internal_files import internal_folders, is_of_user
+from distman._coordination.monitor.calls import Call, StoreWait
 from distman._coordination.region_guard import RegionGuard
 from distman._coordination.timeouts import is_idle
 from distman._torch_internals import enter_regions, leave_all_regions, regions
 from distman.errors import DistmanError
-
-if TYPE_CHECKING:
-    from distman._coordination.monitor.calls import Call
 
 _MAKING_GUARD = threading.Lock()
 
@@ -34,15 +31,6 @@ _NOBODY = -1
 
 _last = ""
 _is_threaded = False
-
-
-@dataclasses.dataclass(eq=False)
-class StoreWait:
-    """A wait for something in the store."""
-
-    place: str  # the same on all ranks that wait for the same
-    awaited: Callable[[], Collection[int]]  # which ranks of the world have yet to bring it
-    since: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class TrackedWait:
@@ -248,8 +236,7 @@ def describe_here() -> str:
 
 def call_site() -> str:
     """Return file and line of the innermost call that is neither this package's own nor torch's."""
-    name, line = _line_of_user(sys._getframe(1))
-    return f"{name}:{line}"
+    return line_of(sys._getframe(1))
 
 
 def line_of(frame: FrameType) -> str:

@@ -18,7 +18,7 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import late_after
-from distman._coordination.monitor.watcher import Watcher
+from distman._coordination.monitor.watcher import State, Watcher
 from distman._coordination.timeouts import run_with_timeout
 from distman._job.group_end import end_groups
 from distman._job.interface import forget_interface
@@ -70,7 +70,7 @@ def leave(job: Job, watcher: Watcher | None) -> None:
     if watcher is not None and not stays:
         watcher.stop()
     try:
-        if watcher is None or not watcher.has_let_go:
+        if watcher is None or watcher.state is not State.CLOSED:
             _say_farewell(job, rendezvous, watcher, stays=stays)
         if watcher is not None:
             watcher.leave()
@@ -112,7 +112,7 @@ def abandon(watcher: Watcher | None) -> None:
 
 def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, stays: bool) -> None:
     """Tell the others that this rank leaves, and wait until all of them have started."""
-    store, is_counted = rendezvous.store, watcher is None or watcher.is_counted
+    store = rendezvous.store
     all_started = threading.Event()
     failures: list[FailureRecord] = []
 
@@ -123,15 +123,14 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
             if watcher is not None and (record := FailureRecord.read(store)) is not None:
                 watcher.learn(record)
                 failures.append(record)
-            if count(store, protocol.LEFT, 1) == 1:
-                store.set(protocol.FIRST_TO_LEAVE, str(job.peer.rank))
+            store.append(protocol.LEFT, f"{job.peer.rank},")
             if is_counted_as_knowing:
                 count(store, protocol.FAILURE_SEEN, -1)  # it is counted among those that are gone instead
-            count(store, protocol.GONE, 0 if is_counted or stays else 1)
+            count(store, protocol.GONE, 0 if watcher is None or stays else 1)
             if count(store, protocol.STARTED) >= job.world_size:
                 all_started.set()
         except dist.DistError as error:
-            if watcher is not None and not watcher.is_counted:  # else it may have been closed in order
+            if watcher is not None:  # else it may have been closed in order
                 watcher.learn(watcher.lost_store(error))
 
     is_told = run_with_timeout(tell, _FAREWELL_LIMIT)  # its process may be suspended
@@ -157,10 +156,9 @@ def _announce_closing(job: Job, store: TorchStore, watcher: Watcher | None) -> N
         watcher.stop()
     if job.world_size == 1:
         return
-    is_counted = watcher is None or watcher.is_counted
     store.set(protocol.CLOSING, "yes")
     count(store, protocol.NEWS, 1)
-    _wait_for_all_at(store, protocol.GONE, job.world_size - 1 + is_counted, late_after(job.world_size))
+    _wait_for_all_at(store, protocol.GONE, job.world_size - 1 + (watcher is None), late_after(job.world_size))
 
 
 def _wait_until_all_left(job: Job, store: TorchStore, watcher: Watcher) -> None:
@@ -172,8 +170,8 @@ def _wait_until_all_left(job: Job, store: TorchStore, watcher: Watcher) -> None:
     if watcher.record is not None:
         watcher.wait_until_known()
         watcher.look_after_others(watcher.record)
-    if watcher.untold is not None:
-        error = watcher.untold.to_failure()
+    if watcher.record is not None and watcher.state is State.LEFT:
+        error = watcher.record.to_failure()
         hook.write(f"distman: {error}\n\nThis rank had left the job, and only served the store to the others.")
 
 

@@ -22,7 +22,7 @@ from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.reporter import JobReporter
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import WatchContext, WatchLimits
-from distman._coordination.monitor.current_watcher import failure_behind, look_after_others
+from distman._coordination.monitor.current_watcher import failure_behind, look_after_others, watch_collectives
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched
 from distman._job.device import backend_for, is_pure_gloo, pick_device, wait_for
 from distman._job.group_end import end_groups
@@ -201,6 +201,7 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         mates=_left_to_themselves(job),
     )
     watcher = Watcher(context, limits, job.end_after, end_job=job.ending, awaits_dead=mpi.is_up())
+    watch_collectives()
     try:
         watcher.start()
     except BaseException:  # Ctrl-C while a name is looked up, or no thread can be had

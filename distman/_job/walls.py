@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from distman._base.log import logger
 from distman._coordination import protocol
-from distman._coordination.messages import unless_malformed
-from distman._coordination.monitor.peer_connection import connect, read_address
+from distman._coordination.monitor.presence import connect, read_address
 from distman._coordination.timeouts import run_with_timeout
 from distman._job.job import Job
 from distman._store.torch_store import TorchStore
@@ -80,10 +79,7 @@ def _wall_before(store: TorchStore, rank: int) -> str:
     key = protocol.peer_address(rank)
     if not store.check([key]):
         return ""
-    address = unless_malformed(lambda: read_address(store.get(key), rank))
-    if address is None:
-        return ""
-    addresses, port, _ = address
+    addresses, port = read_address(store.get(key), rank)
     try:
         connect(addresses, port, is_one_host=False).close()
     except OSError as error:

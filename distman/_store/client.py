@@ -74,10 +74,12 @@ class Client:
         number: int = NUMBER.unpack(self._call(frames.NUM_UNPROVED))[0]
         return number
 
-    def again(self, role: int) -> Client:
-        """Return another access to the same store, with connections of its own."""
+    def again(self, role: int, patience: float = math.inf) -> Client:
+        """Return another access to the same store, with connections of its own; give up a reply after some seconds."""
         self._first.raise_if_lost()  # a forked child must not dial for itself
-        return self._until_let_in(lambda: Client(self.door, role, self._rank))
+        other = self._until_let_in(lambda: Client(self.door, role, self._rank))
+        other._first.patience = patience
+        return other
 
     def set(self, key: bytes, value: bytes) -> None:
         """Set a key, and do not wait until that is done: it is, for whatever this process asks next."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import resource
 import socket
@@ -28,6 +29,10 @@ _HERE = __name__.rpartition(".")[0] + "."
 
 class StoreLostError(ConnectionError):
     """The store does not answer any more, and never will."""
+
+
+class StoreSilentError(StoreLostError):
+    """The store is there, and has not answered for longer than this process waits for it."""
 
 
 class StoreTimeoutError(TimeoutError):
@@ -58,6 +63,7 @@ class Connection:
 
     def __init__(self, connected: socket.socket, answer: Answer) -> None:
         self.answer = answer
+        self.patience = math.inf  # seconds for a reply, of those in which this process runs
         self.has_unanswered = False  # whether something was sent since the last reply that needs none
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIME.pack(_MOST_DEAF, 0))
         self._socket = connected
@@ -128,6 +134,8 @@ class Connection:
         try:
             self._send(operation, fields)
             return self._wait_for_reply() if is_answered else (frames.OK, b"")
+        except StoreSilentError:
+            raise
         except _RefusedError as error:
             raise self._refused(error) from error
         except (MalformedError, _EndError) as error:
@@ -176,12 +184,15 @@ class Connection:
             num_sent.extend(map(self._socket.send, (rest,)))
 
     def _wait_for_reply(self) -> tuple[int, bytes]:
-        while True:
+        seconds = 0  # by its own looks, not by the clock: when the whole job was suspended, nobody is late
+        while seconds < self.patience:
             try:
                 return self._receive()
             except BlockingIOError as error:
                 if is_of_a_handler(error):
                     raise
+                seconds += _MOST_DEAF
+        raise StoreSilentError(str(self._lost(f"has not answered for {seconds} s")))
 
     def _receive(self) -> tuple[int, bytes]:
         """Return status and value of the reply to the last request."""

@@ -27,7 +27,7 @@ class Memory:
         self._table = Table()
         self._lock = threading.RLock()  # a signal's handler may ask in the middle of a call
 
-    def again(self, _role: int) -> Memory:
+    def again(self, _role: int, _patience: float = 0.0) -> Memory:
         """Return access for another thread: the same."""
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
@@ -58,15 +59,18 @@ class TorchStore(dist.Store):
         return (self._prefix + key).encode()
 
     @_with_errors_of_torch
-    def again(self, role: int) -> TorchStore:
+    def again(self, role: int, patience: float = math.inf) -> TorchStore:
         """Return the same part over connections of its own; the caller keeps it."""
-        other = TorchStore(self.client.again(role), self._prefix)
+        other = TorchStore(self.client.again(role, patience), self._prefix)
         other.set_timeout(self._timeout)
         return other
 
-    def clone(self) -> TorchStore:
-        """Return the same part over connections of its own, for torch, which keeps half of it only."""
-        self._clones.append(self.again(WATCHER))
+    def clone(self, patience: float = math.inf) -> TorchStore:
+        """Return the same part over connections of its own, for torch, which keeps half of it only.
+
+        One thread may use it with some seconds of ``patience`` for each reply; then the store counts as lost.
+        """
+        self._clones.append(self.again(WATCHER, patience))
         return self._clones[-1]
 
     def close(self) -> None:

@@ -21,8 +21,8 @@ from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.messages import decode
 from distman._coordination.monitor.calls import end_waits
-from distman._coordination.monitor.current_watcher import is_watching
 from distman._coordination.monitor.refusals import Posted, Refusal, know
+from distman._coordination.monitor.watcher import is_watching
 from distman._coordination.sync import StoreGroup
 from distman._coordination.tracking import call_site, current_wait
 from distman._coordination.wait_scope import collective

@@ -71,8 +71,8 @@ def measure_scale(seconds: float = 5.0) -> None:
 
 def _measure_store(num_ranks: int, num_hosts: int, seconds: float) -> None:
     from distman._coordination import protocol
-    from distman._coordination.monitor.context import _INTERVALS_PER_BEAT, interval
-    from distman._coordination.monitor.peer_monitor import give_sign, read_sign
+    from distman._coordination.monitor.context import interval
+    from distman._coordination.monitor.peer_monitor import _INTERVALS_PER_BEAT, give_sign, read_sign
     from distman._job.meeting.address import Endpoint
     from distman._job.meeting.store import open_store
 

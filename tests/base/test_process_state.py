@@ -15,7 +15,7 @@ from distman._base.log import logger
 from distman._base.process_state import puts_back, reset
 from distman._coordination import tracking
 from distman._coordination.failure import hook, pending_work
-from distman._coordination.monitor.current_watcher import is_watching
+from distman._coordination.monitor.watcher import is_watching
 from distman.checkpoint import _background
 from distman.testing import ranks
 

@@ -52,5 +52,4 @@ def failure_on(rank, text="boom"):
 
 def leave(store, rank):
     store.set(protocol.left(rank), "yes")
-    if store.add(protocol.LEFT, 1) == 1:
-        store.set(protocol.FIRST_TO_LEAVE, str(rank))
+    store.append(protocol.LEFT, f"{rank},")

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from distman._coordination import protocol, sync
+from distman._coordination import barrier, protocol
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.sync import StoreGroup
 from distman.errors import BarrierTimeoutError, JobFailed, RankFailedError
@@ -33,7 +33,7 @@ def test_a_barrier_opens_when_all_have_come_and_leaves_no_keys(store_groups, num
     groups = store_groups(num_ranks)
     come = [functools.partial(wait_for_all, group, "barrier 0", timeout=10) for group in groups]
     assert at_once(*come) == [None] * num_ranks
-    assert groups[0].store.num_keys() == groups[0].store.check([protocol.LEFT])  # a look makes that counter
+    assert groups[0].store.num_keys() == 0
 
 
 def test_all_that_came_to_a_barrier_learn_who_did_not(store_groups):
@@ -82,7 +82,7 @@ def test_barriers_at_once_know_their_own_ranks(store_groups):
         assert f"ranks did not come: {rank}. See what" in str(error)
 
 
-def test_a_rank_that_left_is_found_by_one_and_told_to_all(store_groups):
+def test_that_a_rank_left_is_told_to_all(store_groups):
     first, second, third = store_groups(3)
     leave(first.job_store, 2)
     results = at_once(*(functools.partial(wait_for_all, group, "barrier 0", timeout=60) for group in (first, second)))
@@ -94,10 +94,9 @@ def test_a_rank_that_left_is_found_by_one_and_told_to_all(store_groups):
 
 
 def test_who_looks_without_an_answer_is_relieved(store_groups, monkeypatch):
-    monkeypatch.setattr(sync, "_LOOKER_PATIENCE", 0.0)
-    monkeypatch.setattr(sync, "_LOOKER_PATIENCE_PER_RANK", 0.0)
+    monkeypatch.setattr(barrier, "_PATIENCE", 0.0)
     group, *_ = store_groups(3)
-    group.store.set(protocol.looker("barrier 0", "late"), "1")  # and is stopped, or dead
+    group.store.set(protocol.late("barrier 0"), "1")  # and is stopped, or dead
     with pytest.raises(BarrierTimeoutError, match="2 of 3 ranks did not come"):
         wait_for_all(group, "barrier 0", timeout=0.0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import LEFT
-from distman._coordination.sync import KeySequence, Looker
+from distman._coordination.sync import KeySequence
 from distman.errors import JobFailed
 
 from ..store.stores import MemoryStore
@@ -104,72 +104,13 @@ def test_a_wait_that_is_over_asks_for_a_failure_before_it_says_that_nobody_came(
         )
 
 
-def lookers(num_ranks, patience):
-    store = MemoryStore()
-    return store, [Looker(store, "who looks", rank, patience) for rank in range(num_ranks)]
-
-
-@pytest.mark.parametrize("patience", [60.0, 0.0])
-def test_one_of_several_looks(patience):
-    """Who takes the place of one that has stood down does so, whether that one had been overdue or not."""
-    _store, ranks = lookers(3, patience)
-    assert [looker.is_me() for looker in ranks] == [True, False, False]
-    with ranks[0]:
-        pass
-    assert [looker.is_me() for looker in ranks[1:]] == [True, False]
-
-
-def test_who_looks_for_too_long_is_relieved_by_one():
-    _store, ranks = lookers(3, patience=0.0)
-    assert [looker.is_me() for looker in ranks] == [True, False, False]
-    assert [looker.is_me() for looker in ranks[1:]] == [True, False]
-
-
-class InterruptedStore(MemoryStore):
-    """Does something else first when a rank would be elected."""
-
-    meanwhile = None
-
-    def compare_set(self, key, expected, desired):
-        meanwhile, self.meanwhile = self.meanwhile, None
-        if meanwhile is not None:
-            meanwhile()
-        return super().compare_set(key, expected, desired)
-
-
-def test_who_is_elected_when_all_is_told_does_not_look_again():
-    store = InterruptedStore()
-    first, second, _ = (dataclasses.replace(group, store=store, job_store=store) for group in store_groups(3))
-    leave(store, 2)
-    looked, told = [], []
-
-    def wait_for_two(group):
-        def awaited():
-            looked.append(group.rank)
-            return [2]
-
-        return group.wait_until(
-            lambda: bool(told), place="the gate", awaited=awaited, operation="gate 0", tell=told.append
-        )
-
-    store.meanwhile = functools.partial(wait_for_two, first)
-    assert wait_for_two(second)
-    assert (looked, len(told)) == ([0], 1)
-
-
-def test_one_rank_looks_for_those_that_left_and_all_hear_of_it():
+def test_that_a_rank_left_is_told_where_all_that_wait_hear_of_it():
     groups = store_groups(4)
     leave(groups[0].job_store, 3)
-    looked, told = [], []
+    told = []
 
     def wait_for_three(group):
-        def awaited():
-            looked.append(group.rank)
-            return [3]
-
-        group.wait_until(lambda: bool(told), place="the gate", awaited=awaited, operation="gate 0", tell=told.append)
+        group.wait_until(lambda: bool(told), place="the gate", awaited=lambda: [3], tell=told.append)
 
     assert at_once(*(functools.partial(wait_for_three, group) for group in groups[:3])) == [None] * 3
-    assert len(looked) == 1
-    assert [(record.rank, record.error_type) for record in told] == [(3, LEFT)]
-    assert not groups[0].store.check([protocol.looker("gate 0", "left")])
+    assert {(record.rank, record.error_type) for record in told} == {(3, LEFT)}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from distman._coordination import protocol
+from distman._coordination.monitor.watcher import State
 from distman._job import shutdown
 from distman._job.start import reporter_of
 
@@ -22,7 +23,7 @@ def rendezvous():
 
 def watcher_of(learned, looked_for):
     return SimpleNamespace(
-        is_counted=True, knows_from_others=False, learn=learned.append, look_after_others=looked_for.append
+        state=State.WATCHING, knows_from_others=False, learn=learned.append, look_after_others=looked_for.append
     )
 
 
@@ -34,7 +35,7 @@ JOB = SimpleNamespace(
 class OnWatch:
     """A watcher that finds, when it is asked a second time, that the other rank has left."""
 
-    is_counted, knows_from_others, has_let_go, record, untold = True, False, False, None, None
+    state, knows_from_others, record = State.WATCHING, False, None
 
     def __init__(self, store):
         self.store = store

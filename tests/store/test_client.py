@@ -1,5 +1,6 @@
 """What a process may ask of its store, from any thread, whatever interrupts it, and how it hears of the store's end."""
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -15,7 +16,13 @@ import pytest
 from distman._store import client as client_module
 from distman._store import dialing
 from distman._store.client import Client
-from distman._store.connection import GaveUpError, InvalidRequestError, StoreLostError, StoreTimeoutError
+from distman._store.connection import (
+    GaveUpError,
+    InvalidRequestError,
+    StoreLostError,
+    StoreSilentError,
+    StoreTimeoutError,
+)
 from distman._store.dialing import ForeignServiceError
 from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, WATCHER, Hello
 from distman._store.process import listen_on_this_host
@@ -466,6 +473,19 @@ def test_an_error_that_a_handler_raises_ends_the_attempt_to_connect_again(store)
     finally:
         os.kill(store.process.pid, signal.SIGCONT)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_store_that_does_not_answer_is_given_up_by_one_that_has_no_patience(store, client):
+    with contextlib.closing(client.again(WATCHER, patience=1.0)) as watching:
+        os.kill(store.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreSilentError, match="has not answered for 1 s"):
+                watching.check([b"a"])
+        finally:
+            os.kill(store.process.pid, signal.SIGCONT)
+        with pytest.raises(StoreLostError):
+            watching.check([b"a"])
+    assert not client.check([b"a"])
 
 
 def test_a_child_that_is_forked_while_a_thread_dials_does_not_keep_the_connection():

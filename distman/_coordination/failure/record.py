@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 from distman._base.text import shortened
 from distman._coordination import protocol
 from distman._coordination.failure.short_traceback import short_traceback
-from distman._coordination.messages import MalformedMessageError, claim, decode, decode_text, unless_malformed
-from distman._coordination.timeouts import run_with_timeout
+from distman._coordination.messages import MalformedMessageError, claim, decode, decode_text
+from distman._coordination.timeouts import result_within
 from distman.errors import JobFailed, RankFailedError
 
 if TYPE_CHECKING:
@@ -33,19 +33,14 @@ _MAX_TRACEBACK = 100_000  # characters: more than any honest stack, less than on
 
 
 class Place(Protocol):
-    """Where a rank runs."""
+    """Where a rank runs: its host's name, and its process id there."""
 
     @property
-    def rank(self) -> int:
-        """Index of the process in the job."""
-
+    def rank(self) -> int: ...
     @property
-    def host(self) -> str:
-        """Name of its host."""
-
+    def host(self) -> str: ...
     @property
-    def pid(self) -> int:
-        """Its process id on that host."""
+    def pid(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,25 +78,17 @@ class FailureRecord:
             error = error.__context__  # an error in hand is the reason
         if isinstance(error, SystemExit):
             return cls(*place, EXITED, f"ended with exit code {_exit_code(error)}, by sys.exit() or SystemExit.")
-        texts = [f"(its __str__ took more than {_TEXT_LIMIT:g} s)", f"{type(error).__name__}\n"]
-
-        def read() -> None:
-            texts[0] = _text_of(error)
-            texts[1] = _traceback_of(error)
-
-        run_with_timeout(read, _TEXT_LIMIT)
-        return cls(
-            *place,
-            error_type=type(error).__name__,
-            error_text=shortened(texts[0], _MAX_TEXT),
-            traceback_text=shortened(texts[1], _MAX_TRACEBACK),
-        )
+        name, text = type(error).__name__, result_within(lambda: _text_of(error), _TEXT_LIMIT)
+        trace = result_within(lambda: _traceback_of(error), _TEXT_LIMIT) if text is not None else None
+        text = f"(its __str__ took more than {_TEXT_LIMIT:g} s)" if text is None else text
+        trace = f"{name}\n" if trace is None else trace
+        return cls(*place, name, shortened(text, _MAX_TEXT), shortened(trace, _MAX_TRACEBACK))
 
     @classmethod
-    def died(cls, place: Place, role: str = "") -> FailureRecord:
+    def died(cls, place: Place) -> FailureRecord:
         """Return the record of a process that ended without a word."""
         text = (
-            f"{role}died: its connection broke. The launcher's output names the signal; the kernel log of the host "
+            "died: its connection broke. The launcher's output names the signal; the kernel log of the host "
             "says whether memory ran out."
         )
         return cls(place.rank, place.host, place.pid, DIED, text)
@@ -116,21 +103,20 @@ class FailureRecord:
         return cls(place.rank, place.host, place.pid, LEFT, text)
 
     @classmethod
-    def silent(cls, place: Place, seconds: float, *, last_seen: str = "", role: str = "") -> FailureRecord:
+    def silent(cls, place: Place, seconds: float, *, last_seen: str = "") -> FailureRecord:
         """Return the record of a rank that is there but does nothing."""
         text = (
-            f"{role}has been silent for {seconds:.0f} s{f', last seen {last_seen}' if last_seen else ''}: it is "
+            f"has been silent for {seconds:.0f} s{f', last seen {last_seen}' if last_seen else ''}: it is "
             "stopped, or native code is holding the GIL, or its host is cut off. DISTMAN_SILENCE_TIMEOUT is the limit."
         )
         return cls(place.rank, place.host, place.pid, SILENT, text)
 
     @classmethod
-    def unreachable(cls, place: Place, seconds: float, *, last_seen: str = "", role: str = "") -> FailureRecord:
-        """Return the record of a rank whose host does not answer at all; the arguments are those of :meth:`silent`."""
+    def unreachable(cls, place: Place, seconds: float, *, role: str = "") -> FailureRecord:
+        """Return the record of a rank whose host does not answer at all."""
         text = (
-            f"{role}is on a host that has not answered for {seconds:.0f} s"
-            f"{f', last seen {last_seen}' if last_seen else ''}: that host, or the one that says so, has lost power or "
-            "its network. See whether both are up."
+            f"{role}is on a host that has not answered for {seconds:.0f} s: that host, or the one that says so, has "
+            "lost power or its network. See whether both are up."
         )
         return cls(place.rank, place.host, place.pid, SILENT, text)
 
@@ -148,10 +134,10 @@ class FailureRecord:
 
     @classmethod
     def read(cls, store: TorchStore) -> FailureRecord | None:
-        """Return the job's first record; None where there is none, or something else."""
+        """Return the job's first record; None where there is none."""
         if not store.check([protocol.FAILURE]):
             return None
-        return unless_malformed(lambda: cls.decoded(store.get(protocol.FAILURE)))
+        return cls.decoded(store.get(protocol.FAILURE))
 
     def publish(self, store: TorchStore) -> FailureRecord:
         """Make this the job's record unless there is one, and return the one there is."""
@@ -168,7 +154,7 @@ class FailureRecord:
 
     @property
     def headline(self) -> str:
-        """Who failed and how, in one line."""
+        """Which rank failed and how, in one line."""
         return str(self.to_failure()).partition("\n")[0]
 
     def to_json(self) -> str:

@@ -6,20 +6,18 @@ import contextlib
 import dataclasses
 import functools
 import os
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.error_file import is_shown_by_starter, write_error_file
 from distman._coordination.failure.record import SILENT, FailureRecord
 from distman._coordination.messages import count
-from distman._coordination.monitor.context import interval, late_after
-from distman._coordination.monitor.current_watcher import failure_behind, is_watching
-from distman._coordination.timeouts import run_with_timeout
+from distman._coordination.monitor.context import interval, late_after, wait_until_known
+from distman._coordination.monitor.current_watcher import failure_behind
+from distman._coordination.monitor.watcher import is_watching
+from distman._coordination.timeouts import result_within, run_with_timeout
 from distman.errors import JobFailed
 
 if TYPE_CHECKING:
@@ -27,8 +25,7 @@ if TYPE_CHECKING:
 
 
 _STAY = 1.5  # seconds; the others look several times a second, and a launcher ends the rest soon after
-_PATIENCE = 10.0  # seconds; who serves the store may be stopped, and this process has to end
-_PAUSE = 0.02  # seconds between two looks whether all have seen the failure: short beside their own interval
+_PATIENCE = 10.0  # seconds; the process of the store may be stopped, and this one has to end
 
 
 @dataclasses.dataclass
@@ -42,11 +39,11 @@ class JobReporter:
     rank: int
     num_others: int  # ranks beside this one
     store: TorchStore
-    store_host: str  # who serves the store, for messages
+    store_host: str  # what serves the store, for messages
     leave_group: Callable[[], None]  # closes this process's connections to the others
     abort_job: Callable[[BaseException], None]  # makes the launcher end the job once this process ends
     look_after: Callable[[FailureRecord], object]  # finds ranks that would keep the launcher waiting
-    cause: FailureRecord | None = None  # because of whom the process ends, if that was found out before
+    cause: FailureRecord | None = None  # the failure by which the process ends, if that was found out before
 
     def __call__(self, error: BaseException) -> Callable[[], None]:
         """Tell of an exception that nothing caught, and return what is left to do when it is printed."""
@@ -55,24 +52,20 @@ class JobReporter:
         self.abort_job(mine.to_failure())
         if cause is not None and cause.rank != self.rank and not isinstance(error, JobFailed):
             hook.end_with(JobFailed.EXIT_CODE)
-        first: list[FailureRecord] = []
-        is_told = mine.error_type != SILENT and self._tell(mine, first)
-        write_error_file(self.rank, mine, first[0] if first else None)
+        first = self._publish_in_time(mine) if mine.error_type != SILENT else None
+        write_error_file(self.rank, mine, first)
 
         def finish() -> None:
-            self._finish(error, first[0] if first else cause, is_told=is_told)
-            if is_told or mine.error_type == SILENT:
-                self.look_after(first[0] if first else mine)
+            self._finish(error, first or cause, is_told=first is not None)
+            if first is not None or mine.error_type == SILENT:
+                self.look_after(first or mine)
 
         return finish
 
     def _failure_behind(self, error: BaseException) -> FailureRecord | None:
-        found: list[FailureRecord | None] = []
         with contextlib.suppress(BaseException):  # it asks a program's exception for its text, which may raise anything
-            run_with_timeout(
-                lambda: found.append(failure_behind(error)), _PATIENCE + 2 * late_after(self.num_others + 1)
-            )
-        return found[0] if found else None
+            return result_within(lambda: failure_behind(error), _PATIENCE + 2 * late_after(self.num_others + 1))
+        return None
 
     def _finish(self, error: BaseException, cause: FailureRecord | None, *, is_told: bool) -> None:
         """Print what the error itself does not say, and stay until the others have read the record."""
@@ -86,30 +79,24 @@ class JobReporter:
                 )
         if is_told and is_watching():  # where nobody watches, nobody says that it has read
             run_with_timeout(self.leave_group, _STAY)
-            run_with_timeout(self._stay_until_seen, _PATIENCE)
+            seconds = _STAY + interval(self.num_others + 1)
+            run_with_timeout(lambda: wait_until_known(self.store, self.num_others, seconds), _PATIENCE)
 
-    def _tell(self, mine: FailureRecord, first: list[FailureRecord]) -> bool:
-        """Leave a record in the store, add the first one there to the list, and return whether that was possible."""
+    def _publish_in_time(self, mine: FailureRecord) -> FailureRecord | None:
+        """Leave a record in the store, and return the first one there; None where that was not possible."""
         try:
-            is_told = run_with_timeout(lambda: self._publish(mine, first), _PATIENCE + interval(self.num_others + 1))
+            first = result_within(lambda: self._publish(mine), _PATIENCE + interval(self.num_others + 1))
         except Exception:  # noqa: BLE001 - the store is gone, or memory is out: the error has yet to be printed
-            return False
-        if not is_told:  # that thread may come back from the store into an interpreter that is gone
+            return None
+        if first is None:  # that thread may come back from the store into an interpreter that is gone
             code = 1 if mine.rank == self.rank else JobFailed.EXIT_CODE
             hook.end_job_at_exit(functools.partial(os._exit, code))
-        return is_told
+        return first
 
-    def _publish(self, mine: FailureRecord, first: list[FailureRecord]) -> None:
-        first.append(mine.publish(self.store))
+    def _publish(self, mine: FailureRecord) -> FailureRecord:
+        first = mine.publish(self.store)
         self.store.delete_key(protocol.beat(self.rank))  # it knows, though its watcher may not come to say so
         count(self.store, protocol.NEWS, 1)
-        if not is_watching() and first[0].rank != self.rank:  # else the watcher says so, once
+        if not is_watching() and first.rank != self.rank:  # else the watcher says so, once
             count(self.store, protocol.FAILURE_SEEN, 1)
-
-    def _stay_until_seen(self) -> None:
-        until = time.monotonic() + _STAY + interval(self.num_others + 1)
-        with contextlib.suppress(dist.DistError):
-            while time.monotonic() < until:
-                if count(self.store, protocol.FAILURE_SEEN) + count(self.store, protocol.GONE) >= self.num_others:
-                    return
-                time.sleep(_PAUSE)
+        return first

@@ -1,4 +1,4 @@
-"""Calls of a group, in which its ranks wait for each other.
+"""What a rank waits in: something in the store, or a call of a group, in which its ranks wait for each other.
 
 Messages of unlike calls have unlike tags, so they never meet, and both ranks wait.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
@@ -19,27 +19,18 @@ _ABORT_LIMIT = 3.0  # seconds; NCCL may wait for the other ranks of the host, an
 
 
 class Members(Protocol):
-    """The group that a call is made in."""
+    """The group that a call is made in; ``ranks`` are those of the world, and ``rank`` is this one's index there."""
 
     @property
-    def name(self) -> str:
-        """Its name."""
-
+    def name(self) -> str: ...
     @property
-    def rank(self) -> int:
-        """This rank's index in it."""
-
+    def rank(self) -> int: ...
     @property
-    def ranks(self) -> Sequence[int]:
-        """Its ranks in the world."""
-
+    def ranks(self) -> Sequence[int]: ...
     @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """What carries its messages."""
-
+    def process_group(self) -> dist.ProcessGroup | None: ...
     @property
-    def exchanges(self) -> CallNumbers:
-        """The numbers of its calls."""
+    def exchanges(self) -> CallNumbers: ...
 
 
 class CallNumbers:
@@ -53,6 +44,23 @@ class CallNumbers:
     def __next__(self) -> int:
         self.last += 1
         return self.last
+
+
+@dataclasses.dataclass(eq=False)
+class StoreWait:
+    """A wait for something in the store."""
+
+    text: str  # the same on all ranks that wait for the same
+    awaited: Callable[[], Sequence[int]]  # which ranks of the world have yet to bring it
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+    place = ("", 0)  # of no group
+    label = ""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that it waits for, in the world."""
+        return self.awaited()
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure.interruption import Patience
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord, Place
-from distman._coordination.messages import claim_rank
+from distman._coordination.messages import count
 
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
@@ -18,11 +22,7 @@ if TYPE_CHECKING:
 _SHORTEST_INTERVAL = 0.2  # seconds; a failure is known to all soon enough, and five looks a second cost nothing
 _INTERVAL_PER_RANK = 0.4e-3  # seconds; 2,500 looks a second in all, some 17 % of one core of the store's host
 
-_INTERVALS_PER_BEAT = 5
-"""A rank gives a sign of life once in so many looks: it costs three calls into the store, a look costs one."""
-
-_MISSED_BEATS = 3
-"""Signs of life that a rank has to miss: two clocks and a late look alone let one or two seem to be missing."""
+_PAUSE = 0.02  # seconds between two looks whether the others know: short beside their own interval
 
 
 def interval(world_size: int) -> float:
@@ -33,6 +33,16 @@ def interval(world_size: int) -> float:
 def late_after(world_size: int) -> float:
     """Return the seconds after which a look is late: an interval to look, one to come back, and one for a busy host."""
     return 1.0 + 2 * interval(world_size)
+
+
+def wait_until_known(store: TorchStore, num_others: int, seconds: float, is_over: Callable[[], bool] = bool) -> None:
+    """Wait until all other ranks that can know of the failure on record do, or have left, or some seconds are over."""
+    until = time.monotonic() + seconds
+    with contextlib.suppress(dist.DistError):
+        while time.monotonic() < until and not is_over():
+            if count(store, protocol.FAILURE_SEEN) + count(store, protocol.GONE) >= num_others:
+                return
+            time.sleep(_PAUSE)
 
 
 _UNREACHABLE_SHARE = 0.15
@@ -78,25 +88,10 @@ class WatchContext:
     def me(self) -> Place:
         return self.peers[self.rank]
 
-    def takes_care(self) -> bool:
-        """Return whether this rank, which knows of a failure, is to look after the others: the first one that asks."""
-        what = "who looks after the others"
-        return claim_rank(self.store, protocol.CARETAKER, self.rank, len(self.peers), what) == self.rank
-
     @property
     def interval(self) -> float:
         """Seconds between two looks into the store at most."""
         return interval(len(self.peers))
-
-    @property
-    def beat_every(self) -> float:
-        """Seconds between two signs of life."""
-        return _INTERVALS_PER_BEAT * self.interval
-
-    def silence_limit(self, limits: WatchLimits, *, is_unanswered: bool) -> float:
-        """Return how long a rank may give no sign of life: what is wanted, as far as signs come often enough for it."""
-        wanted = limits.unreachable if is_unanswered else limits.silence
-        return max(wanted, _MISSED_BEATS * self.beat_every)
 
     def store_is_silent(self, seconds: float) -> FailureRecord:
         """Return the record that the store does not answer."""

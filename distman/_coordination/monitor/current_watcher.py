@@ -1,11 +1,10 @@
-"""The watcher of this process: whoever waits for other ranks asks it why they do not come."""
+"""What a wait for other ranks asks the watcher of this process: why they do not arrive."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import sys
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -14,52 +13,31 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.record import LEFT, FailureRecord
 from distman._coordination.failure.stack import errors_in
 from distman._coordination.monitor.deadlocks import reason_of
+from distman._coordination.monitor.watcher import current
 from distman._coordination.tracking import TrackedWait, call_site, current_wait
 from distman._torch_internals import collective_errors, is_lost_connection
 from distman.errors import DistmanError, JobFailed
 
-if TYPE_CHECKING:
-    from distman._coordination.monitor.watcher import Watcher
-
-
-_current: Watcher | None = None
-_has_warned = False
-
-
-@puts_back
-def set_current(watcher: Watcher | None = None) -> None:
-    """Say who watches the other ranks for this process from now on; None: nobody."""
-    global _current, _has_warned
-    _current, _has_warned = watcher, False
-
-
-def current() -> Watcher | None:
-    return _current
-
-
-def is_watching() -> bool:
-    return _current is not None
-
 
 def note_raised(error: JobFailed) -> JobFailed:
     """Return an error that a wait raises; the watcher then need not raise one itself if it is of the same failure."""
-    if _current is not None:
-        _warn_in_handler(error)
-        _current.note(error)
+    watcher = current()
+    if watcher is not None:
+        if not watcher.has_warned and _is_in_handler(error):
+            watcher.has_warned = True  # what the handler raises ends the program in silence
+            hook.write(
+                f"distman: {call_site()} waits for other ranks, of which one has failed, and raises JobFailed again. "
+                "Save there with local=True."
+            )
+        watcher.note(error)
     else:
         hook.required_end_by(error)
     return error
 
 
-def _warn_in_handler(error: JobFailed) -> None:
-    """Say where the handler of a failure waits for ranks that are gone: what it raises ends the program in silence."""
-    global _has_warned
-    if not _has_warned and any(type(one) is JobFailed for one in errors_in(sys.exc_info()[1]) if one is not error):
-        _has_warned = True
-        hook.write(
-            f"distman: {call_site()} waits for other ranks, of which one has failed, and raises JobFailed again. Save "
-            "there with local=True."
-        )
+def _is_in_handler(error: JobFailed) -> bool:
+    """Return whether an error is raised while the program handles another failure of the job."""
+    return any(type(one) is JobFailed for one in errors_in(sys.exc_info()[1]) if one is not error)
 
 
 def raise_failure(record: FailureRecord | None, error: BaseException | None) -> None:
@@ -67,7 +45,8 @@ def raise_failure(record: FailureRecord | None, error: BaseException | None) -> 
     failure = error if record is None and isinstance(error, JobFailed) else record.to_failure() if record else None
     if failure is None:
         return
-    is_mine = _current is not None and failure.rank == _current.rank
+    watcher = current()
+    is_mine = watcher is not None and failure.rank == watcher.rank
     own = (one for one in errors_in(error) if is_mine and type(one).__name__ == failure.error_type)
     if (original := next(own, None)) is not None:
         _raise_again(original)
@@ -88,32 +67,36 @@ def _raise_again(error: BaseException) -> None:
 
 
 def look_after_others(record: FailureRecord) -> None:
-    """Let the watcher of this process, if it has one, do what :meth:`Watcher.look_after_others` says at its end."""
-    if _current is not None:
-        _current.look_after_others(record)
-        _current.look_after_mates(record)
+    """At the end of this process, see to ranks that do nothing any more: of the job, and of this host."""
+    watcher = current()
+    if watcher is not None:
+        watcher.look_after_others(record)
+        watcher.look_after_mates(record)
 
 
 def has_failed() -> bool:
     """Return whether the watcher of this process knows that a rank has failed, this one perhaps."""
-    return _current is not None and _current.record is not None
+    watcher = current()
+    return watcher is not None and watcher.record is not None
 
 
 def raise_if_failed() -> None:
     """Raise the failure if a rank has failed, this one perhaps: nothing that waits for ranks begins any more."""
-    if _current is not None and _current.record is not None:
-        raise note_raised(_current.record.to_failure())
+    watcher = current()
+    if watcher is not None and watcher.record is not None:
+        raise note_raised(watcher.record.to_failure())
 
 
 def let_others_hear_first() -> None:
     """If the store may end with this process, wait until the others know the failure on record too."""
-    if _current is not None and _current.holds_store:
-        _current.wait_until_known()
+    watcher = current()
+    if watcher is not None and watcher.holds_store:
+        watcher.wait_until_known()
 
 
 def mismatch_behind(error: BaseException, wait: TrackedWait) -> str:
     """Return why a call does not match those of other ranks, if its connection broke because of that, or nothing."""
-    watcher, call = _current, wait.call
+    watcher, call = current(), wait.call
     if wait.mismatch or call is None or watcher is None or not is_lost_connection(error):
         return wait.mismatch
     with contextlib.suppress(dist.DistError):  # then the store is gone
@@ -123,9 +106,10 @@ def mismatch_behind(error: BaseException, wait: TrackedWait) -> str:
 
 def failure_behind(error: BaseException, operation: str = "a collective") -> FailureRecord | None:
     """Return the failure on another rank because of which a connection broke, if known within a second."""
-    if _current is None or isinstance(error, DistmanError | JobFailed) or not is_lost_connection(error):
+    watcher = current()
+    if watcher is None or isinstance(error, DistmanError | JobFailed) or not is_lost_connection(error):
         return None  # an error of the package knows its cause, whatever words of others it quotes
-    return _current.explain(error, operation)
+    return watcher.explain(error, operation)
 
 
 class _FailureFirst(logging.Filter):

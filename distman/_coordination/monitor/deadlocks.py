@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import json
 import random
 import sys
@@ -22,9 +21,10 @@ from distman._base.text import Line, printable
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.failure.stack import error_in_hand
-from distman._coordination.messages import count, decode, decode_at_once, read_at_once, unless_malformed
-from distman._coordination.monitor.calls import Call
+from distman._coordination.messages import count, decode, decode_at_once, read_at_once
+from distman._coordination.monitor.calls import Call, StoreWait
 from distman._coordination.monitor.refusals import progress
+from distman._coordination.tracking import TrackedWait
 from distman._torch_internals import TorchWait, operations_begun, torch_wait_in
 from distman.errors import JobFailed, PlanMismatchError
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0  # seconds that ranks may be apart before the store is asked; a hang is not worse for them
 _ASKED_IN_ALL = 64  # ranks at one look of all ranks: each costs a call into the store, and all may wait
-_NO_CAUSE = (GeneratorExit, KeyboardInterrupt, StopAsyncIteration, StopIteration, asyncio.CancelledError)
-"""Errors that are in hand in programs in which nothing has failed."""
+_NO_CAUSE = (GeneratorExit, KeyboardInterrupt, StopAsyncIteration, StopIteration, asyncio.CancelledError, JobFailed)
+"""Errors that are in hand in programs in which nothing has failed, or something elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,66 +68,52 @@ class _Suspicion:
 class _Wait:
     """What the program of this rank waits in: its main thread, or another one."""
 
-    def __init__(
-        self, what: tracking.StoreWait | Call | TorchWait, tracked: tracking.TrackedWait | None, thread: int | None
-    ) -> None:
+    def __init__(self, what: StoreWait | Call | TorchWait, tracked: TrackedWait | None, thread: int | None) -> None:
         self.what = what
         self.tracked = tracked
         self.thread = thread
         self.since = what.since if not isinstance(what, TorchWait) else time.monotonic()
         self.told: _Told | None = None
 
-    def is_same(self, other: _Wait | None) -> bool:
-        """Return whether this is what the rank has waited in before."""
-        return other is not None and self.what == other.what
-
     def __str__(self) -> str:
-        _, _, text, line = self._place()
-        return f"{text} at {line}"
+        return f"{self.what.text} at {self._line}"
+
+    @property
+    def _line(self) -> str:
+        if isinstance(self.what, TorchWait):
+            return self.what.line
+        return "{}:{}".format(*self.tracked.line) if self.tracked is not None else ""
 
     def tell(self, me: Place) -> _Told:
         """Return what the others are to know."""
-        group, number, text, line = self._place()
+        (group, number), text, line = self.what.place, self.what.text, self._line
         operation = self.tracked.operation if self.tracked is not None else text
+        error = error_in_hand(self.thread)
         self.told = _Told(
             key=_key(group, number, text),
             text=text,
             line=f"{me}: {text}, at {line}",
             place=f"{me}: in {operation}, at {line}",
-            label=self.what.label if not isinstance(self.what, tracking.StoreWait) else "",
+            label=self.what.label,
             group=group,
             number=number,
             is_of_torch=isinstance(self.what, TorchWait),
             is_threaded=tracking.is_threaded() or self.thread != threading.main_thread().ident,
             begun=progress(),
             begun_in_torch=operations_begun(),
-            error=_error_in_hand(me.rank, self.thread),
+            error=None if error is None or isinstance(error, _NO_CAUSE) else FailureRecord.of(error, me.rank),
         )
         return self.told
-
-    def _place(self) -> tuple[str, int, str, str]:
-        if isinstance(self.what, TorchWait):
-            return self.what.group, self.what.number, f"torch's {self.what.name}", self.what.line
-        line = "{}:{}".format(*self.tracked.line) if self.tracked is not None else ""
-        if isinstance(self.what, tracking.StoreWait):
-            return "", 0, self.what.place, line
-        return *self.what.place, self.what.text, line
-
-    def candidates(self) -> list[int]:
-        """Return the ranks for which it may wait."""
-        if isinstance(self.what, tracking.StoreWait):
-            return list(self.what.awaited())
-        return list(self.what.ranks)
 
     def is_for(self, rank: int, told: _Told) -> bool:
         """Return whether it waits for a rank that waits in what it has told."""
         mine = self.told
         if mine is None or mine.key == told.key:
             return False
-        # Who holds an error while it waits has failed, whatever other threads do.
+        # A rank that holds an error while it waits has failed, whatever other threads do.
         is_alone = not (mine.is_threaded or told.is_threaded) or mine.error is not None or told.error is not None
-        if isinstance(self.what, tracking.StoreWait):
-            return is_alone and rank in self.what.awaited()
+        if isinstance(self.what, StoreWait):
+            return is_alone and rank in self.what.ranks
         begun = (told.begun_in_torch if mine.is_of_torch else told.begun).get(mine.group, -1)
         is_in_it = (told.group, told.number, told.is_of_torch) == (mine.group, mine.number, mine.is_of_torch)
         return rank in self.what.ranks and (is_in_it or (is_alone and begun < mine.number))
@@ -150,55 +136,47 @@ class DeadlockWatch:
 
     def look(self, store: TorchStore, *, is_news: bool) -> None:
         """Tell the others of a wait that lasts, and end it if it cannot end otherwise."""
-        now = _find()
-        if now is None or not now.is_same(self._wait):
-            self._forget(store)
+        now, wait = _find(), self._wait
+        if now is None or wait is None or now.what != wait.what:
+            if wait is not None and wait.told is not None:
+                store.delete_key(protocol.waiting(self._me.rank))
             self._wait = now
             return
-        wait = self._wait
-        if wait is None or time.monotonic() - wait.since < _PATIENCE:
+        if time.monotonic() - wait.since < _PATIENCE:
             return
         is_new = wait.told is None
+        told = wait.told or wait.tell(self._me)
         if is_new:
-            store.set(protocol.waiting(self._me.rank), json.dumps(dataclasses.asdict(wait.tell(self._me))))
-            self._unasked = random.sample(ranks := self._others(wait), len(ranks))
+            store.set(protocol.waiting(self._me.rank), json.dumps(dataclasses.asdict(told)))
+            others = [rank for rank in wait.what.ranks if rank != self._me.rank]
+            self._unasked = random.sample(others, len(others))
         if is_new or is_news:
-            self._end_if_told(store, wait)
-            self._confirm(store, wait)
-        self._ask(store, wait)
+            self._end_if_told(store, wait, told)
+            self._confirm(store, wait, told)
+        self._ask(store, wait, told)
 
-    def _forget(self, store: TorchStore) -> None:
-        if self._wait is not None and self._wait.told is not None:
-            store.delete_key(protocol.waiting(self._me.rank))
-
-    def _others(self, wait: _Wait) -> list[int]:
-        return [rank for rank in wait.candidates() if rank != self._me.rank]
-
-    def _ask(self, store: TorchStore, wait: _Wait) -> None:
+    def _ask(self, store: TorchStore, wait: _Wait, mine: _Told) -> None:
         """Look whether ranks that this one may wait for wait in something else; that one is to check it, too."""
         for rank in self._unasked[: self._most_asked]:
-            told = _told(store, rank)
-            if told is not None and wait.told is not None and wait.is_for(rank, told):
-                suspicion = _Suspicion(self._me.rank, wait.told.key, told.key)
+            other = _told(store, rank)
+            if other is not None and wait.is_for(rank, other):
+                suspicion = _Suspicion(self._me.rank, mine.key, other.key)
                 store.append(protocol.suspected(rank), f"{json.dumps(dataclasses.asdict(suspicion))}\n")
                 count(store, protocol.NEWS, 1)
         del self._unasked[: self._most_asked]
 
-    def _confirm(self, store: TorchStore, wait: _Wait) -> None:
+    def _confirm(self, store: TorchStore, wait: _Wait, mine: _Told) -> None:
+        """End the waits of this rank and of another one that suspects it, if this one waits for that one, too."""
         for line in (read_at_once(store, protocol.suspected(self._me.rank)) or "").splitlines():
-            suspicion = unless_malformed(functools.partial(decode, line, _Suspicion, "a suspicion"))
-            if suspicion is not None and suspicion.rank in range(len(self._peers)):
-                self._confirm_one(store, wait, suspicion)
+            suspicion = decode(line, _Suspicion, "a suspicion")
+            if suspicion.other_key != mine.key:
+                continue  # it was of an earlier wait
+            other = _told(store, suspicion.rank)
+            if other is not None and other.key == suspicion.key and wait.is_for(suspicion.rank, other):
+                self._publish(store, suspicion.rank, other, mine)
+                self._end_if_told(store, wait, mine)
 
-    def _confirm_one(self, store: TorchStore, wait: _Wait, suspicion: _Suspicion) -> None:
-        if wait.told is None or wait.told.key != suspicion.other_key:
-            return  # it was of an earlier wait
-        other = _told(store, suspicion.rank)
-        if other is not None and other.key == suspicion.key and wait.is_for(suspicion.rank, other):
-            self._conclude(store, suspicion.rank, other, wait.told)
-            self._end_if_told(store, wait)
-
-    def _conclude(self, store: TorchStore, rank: int, other: _Told, mine: _Told) -> None:
+    def _publish(self, store: TorchStore, rank: int, other: _Told, mine: _Told) -> None:
         text = _describe(mine, other)
         failure = mine.error or other.error
         if failure is None and (mine.is_of_torch or other.is_of_torch):
@@ -212,34 +190,26 @@ class DeadlockWatch:
                 store.set(protocol.deadlock(told.key), json.dumps(text.splitlines()))
         count(store, protocol.NEWS, 1)
 
-    def _end_if_told(self, store: TorchStore, wait: _Wait) -> None:
-        text = reason_told(store, wait.told.key) if wait.told is not None else ""
+    def _end_if_told(self, store: TorchStore, wait: _Wait, mine: _Told) -> None:
+        text = _reason(store, mine.key)
         if text and wait.tracked is not None:
             wait.tracked.mismatch = text
             if isinstance(wait.what, Call):
                 wait.what.interrupt()
 
 
-def reason_told(store: TorchStore, key: str) -> str:
-    """Return why those that wait in something wait for ever, or nothing."""
-    return "\n".join(decode_at_once(store, protocol.deadlock(key), list[Line], f"why {key} does not end") or ())
-
-
 def reason_of(store: TorchStore, call: Call) -> str:
     """Return why a call that has ended early was one of two that differ, or nothing."""
     group, number = call.place
-    return reason_told(store, _key(group, number, call.text)) if group else ""
+    return _reason(store, _key(group, number, call.text)) if group else ""
+
+
+def _reason(store: TorchStore, key: str) -> str:
+    return "\n".join(decode_at_once(store, protocol.deadlock(key), list[Line], f"why {key} does not end") or ())
 
 
 def _key(group: str, number: int, text: str) -> str:
     return printable(f"{group} {number} {text}" if group else text)
-
-
-def _error_in_hand(rank: int, thread: int | None) -> FailureRecord | None:
-    found = error_in_hand(thread)
-    if found is None or isinstance(found, (*_NO_CAUSE, JobFailed)):
-        return None
-    return FailureRecord.of(found, rank)
 
 
 def _told(store: TorchStore, rank: int) -> _Told | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,9 @@ from distman._base.log import logger
 from distman._base.private_files import private_folder, write_new
 from distman._base.text import printable, printable_lines, shortened
 from distman._coordination import protocol, tracking
-from distman._coordination.messages import claim_rank, count, decode, decode_at_once, read_at_once, unless_malformed
+from distman._coordination.messages import count, decode_at_once, is_first, read_at_once
 from distman._coordination.monitor.context import WatchContext
-from distman._coordination.monitor.device_watch import DeviceWatch
+from distman._coordination.timeouts import begin
 
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
@@ -75,27 +74,21 @@ class StackQueries:
         answers: dict[int, Answer] = {}
         for rank in ranks:
             key = protocol.answer(number, rank)
-            found = read_at_once(self.store, key)
-            if found is not None:
-                answer = unless_malformed(functools.partial(decode, found, Answer, f"rank {rank}'s answer to a query"))
-                answers |= {rank: answer} if answer is not None else {}
+            answer = decode_at_once(self.store, key, Answer, f"rank {rank}'s answer to a query")
+            if answer is not None:
+                answers[rank] = answer
                 self.store.delete_key(key)
         return answers
 
     def answer(self) -> None:
         """Answer the queries that are new."""
         numbers = (read_at_once(self.store, protocol.QUERIES) or "").split(",")[:-1]
-        is_as_before = self.num_seen <= len(numbers)  # else something has replaced the list
-        for number in numbers[max(self.num_seen if is_as_before else 0, len(numbers) - _MAX_OPEN) :]:
-            index = unless_malformed(functools.partial(decode, number, int, "the list of queries"))
-            if index is not None and self.rank in self._asked(index):
-                self.store.set(protocol.answer(index, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
-                count(self.store, protocol.answered(index), 1)
+        for number in map(int, numbers[max(self.num_seen, len(numbers) - _MAX_OPEN) :]):
+            asked = decode_at_once(self.store, protocol.query(number), list[int], "a query")
+            if asked is not None and self.rank in asked:  # else the asking rank may have given up just now
+                self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
+                count(self.store, protocol.answered(number), 1)
         self.num_seen = len(numbers)
-
-    def _asked(self, number: int) -> list[int]:
-        # Who asked may give up just now.
-        return decode_at_once(self.store, protocol.query(number), list[int], "a query") or []
 
 
 class LongWait(Protocol):
@@ -103,6 +96,51 @@ class LongWait(Protocol):
 
     @property
     def since(self) -> float: ...
+
+
+@dataclasses.dataclass(eq=False)
+class DeviceWait:
+    """The main thread waits for its GPU."""
+
+    place: str  # in the user's program
+    since: float  # when it was seen there first
+
+    def __str__(self) -> str:
+        return f"work of its GPU at {self.place}"
+
+
+class DeviceWatch:
+    """Finds out that the main thread waits for a GPU which comes to no end.
+
+    A program that is slow is found at one place look after look, too. So once it was at one for half of the limit,
+    another thread waits for all that the GPU was given by then: a GPU that works comes to the end of that. Nothing is
+    asked of the GPU sooner, since another thread must not do so while CUDA records a graph.
+    """
+
+    def __init__(self, limit: float, wait_for_device: Callable[[], None]) -> None:
+        self._limit = limit  # seconds that a wait may last
+        self._wait_for_device = wait_for_device
+        self._has_device_come: Callable[[float | None], bool] | None = None
+        self._wait = DeviceWait("", 0.0)
+
+    def look(self) -> DeviceWait | None:
+        """Return what the main thread, not this one, seems to wait for; only its length proves that it does."""
+        place, now = tracking.line_of_main_thread(), time.monotonic()
+        if place != self._wait.place or self._is_device_done():
+            self._wait = DeviceWait(place, now)
+        elif now - self._wait.since > self._limit / 2:
+            self._has_device_come = self._has_device_come or begin(self._wait_for_device)
+            return self._wait
+        return None
+
+    def _is_device_done(self) -> bool:
+        try:
+            is_done = self._has_device_come is not None and self._has_device_come(0)
+        except RuntimeError:  # a kernel has failed, which the program hears of itself
+            is_done = True
+        if is_done:
+            self._has_device_come = None
+        return is_done
 
 
 class HangWatch:
@@ -126,13 +164,9 @@ class HangWatch:
         late = [wait for wait in waits if time.monotonic() - wait.since > self._limit]
         if not late or self._reported is not None:
             return
-        if self._is_reporter(stack_queries.store):
+        if is_first(stack_queries.store, protocol.HANG_REPORTER, self._context.rank):
             self._reported = late[0]
             self._report(late[0], stack_queries)
-
-    def _is_reporter(self, store: TorchStore) -> bool:
-        rank, size = self._context.rank, len(self._context.peers)
-        return rank == claim_rank(store, protocol.HANG_REPORTER, rank, size, "who reports a hang")
 
     def let_others_report(self, store: TorchStore) -> None:
         """Let another rank report a hang, if this one did: its wait is over, or it does not look any more."""

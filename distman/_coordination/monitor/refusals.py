@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from distman._base.text import Line
 from distman._coordination import protocol, tracking
-from distman._coordination.messages import add_to, count, decode_at_once, read_at_once
+from distman._coordination.messages import count, decode_at_once, read_at_once
 from distman._coordination.monitor.calls import Members
 from distman._torch_internals import is_registered
 
@@ -50,7 +50,7 @@ class Refusal:
 
     def publish(self, store: TorchStore) -> int:
         """Ask the others what they exchange with this rank in the call, and return the number of the question."""
-        number = add_to(store, protocol.REFUSAL_NUMBERS, 1)
+        number = count(store, protocol.REFUSAL_NUMBERS, 1)
         store.set(protocol.refusal(number), json.dumps(dataclasses.asdict(self)))
         store.append(protocol.REFUSALS, f"{number},")
         count(store, protocol.NEWS, 1)

@@ -37,8 +37,8 @@ _DRAWN_BYTES = 8
 UNIX = "unix:"
 """How the URL of a store begins that ranks on this host find without a network."""
 _LISTENS = "00010000"  # among the flags of /proc/net/unix, as __SO_ACCEPTCON in the kernel's linux/net.h
-_STARTED, _FIRST_TO_LEAVE, _FAILURE = (
-    protocol.in_job(key).encode() for key in (protocol.STARTED, protocol.FIRST_TO_LEAVE, protocol.FAILURE)
+_STARTED, _LEFT, _FAILURE = (
+    protocol.in_job(key).encode() for key in (protocol.STARTED, protocol.LEFT, protocol.FAILURE)
 )
 _SHOWN_AS = "@"  # the zero byte at the beginning of such a name, in that table
 
@@ -142,7 +142,7 @@ def enter(found: Door, role: int, rank: int, left: Collection[str], *, shuts: bo
     # of :func:`dial`.
     client = Client(found, role, rank)
     try:
-        is_over = client.check([_STARTED, _FIRST_TO_LEAVE]) or client.check([_STARTED, _FAILURE])
+        is_over = client.check([_STARTED, _LEFT]) or client.check([_STARTED, _FAILURE])
         if not is_over and client.session not in left:
             return client
         if is_over and shuts and client.session not in left:

@@ -25,7 +25,6 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import DIED, FailureRecord
 from distman._coordination.messages import (
     MalformedMessageError,
-    add_to,
     claim,
     count,
     decode,
@@ -156,7 +155,7 @@ class _Membership:
         if self.job_store.is_opened_here:
             self.store.set(protocol.OPENER, str(self.me.rank))
         self._leave_will()
-        place = add_to(self.store, protocol.JOINED, 1)
+        place = count(self.store, protocol.JOINED, 1)
         self._receive({place: self.me})
         self.store.set(protocol.join_record(place), json.dumps(dataclasses.asdict(self.me)))
         if place >= self.me.world_size:

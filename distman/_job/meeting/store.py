@@ -22,7 +22,7 @@ from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Here, Place
 from distman._coordination.messages import MalformedMessageError, decode, decode_text, drop, read_at_once
-from distman._coordination.monitor.peer_connection import own_addresses
+from distman._coordination.monitor.presence import own_addresses
 from distman._job.meeting import mpi
 from distman._job.meeting.address import UNREACHABLE_AFTER, Endpoint
 from distman._job.meeting.door import alike, find_store, listed, try_all, url_of

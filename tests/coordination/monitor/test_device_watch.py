@@ -6,8 +6,7 @@ import pytest
 
 from distman._coordination import tracking
 from distman._coordination.monitor.context import WatchContext
-from distman._coordination.monitor.device_watch import DeviceWatch
-from distman._coordination.monitor.hang import HangWatch, StackQueries
+from distman._coordination.monitor.hang import DeviceWatch, HangWatch, StackQueries
 
 from ...store.stores import MemoryStore
 from ..ranks import places

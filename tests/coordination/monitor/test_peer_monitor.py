@@ -1,13 +1,12 @@
-"""One look at the other ranks, over a store in memory and real connections."""
+"""One look at the other ranks, over a store in memory."""
 
-import contextlib
 import threading
 
 import pytest
 
 from distman._coordination import protocol, tracking
-from distman._coordination.failure.record import DIED, SILENT, FailureRecord
-from distman._coordination.monitor.context import WatchContext, WatchLimits
+from distman._coordination.failure.record import SILENT, FailureRecord
+from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.hang import StackQueries
 from distman._coordination.monitor.peer_monitor import PeerMonitor, read_sign
 
@@ -19,52 +18,34 @@ class Ranks:
     """The monitors of some ranks, on a clock that the test sets."""
 
     def __init__(self, num_ranks, silence, world_size):
-        self.store, self.seconds, self.is_stopping = MemoryStore(), 0.0, threading.Event()
+        self.store, self.seconds = MemoryStore(), 0.0
         contexts = [
             WatchContext(self.store, "tcp://n1:5", rank, places(world_size), is_one_host=True)
             for rank in range(num_ranks)
         ]
         self.monitors = [
-            PeerMonitor(self.store, context, WatchLimits(silence), None, self.is_stopping, clock=lambda: self.seconds)
-            for context in contexts
+            PeerMonitor(self.store, context, silence, None, clock=lambda: self.seconds) for context in contexts
         ]
 
     def look(self, rank=0):
-        """Let a rank look, without the wait that follows."""
-        self.monitors[rank].wake()
         return self.monitors[rank].look()
-
-    def look_until_found(self, rank=0):
-        """Let a rank look until the system has told it of a connection that broke."""
-        while (record := self.look(rank)) is None:
-            pass
-        return record
 
     def number(self, key):
         return self.store.add(key, 0)
 
 
-@pytest.fixture
-def make_ranks():
-    with contextlib.ExitStack() as stack:
-
-        def make(num_ranks=2, *, silence=300.0, world_size=None):
-            ranks = Ranks(num_ranks, silence, world_size or num_ranks)
-            for monitor in ranks.monitors:
-                stack.callback(monitor.close)
-            return ranks
-
-        yield make
+def make_ranks(num_ranks=2, *, silence=300.0, world_size=None):
+    return Ranks(num_ranks, silence, world_size or num_ranks)
 
 
-def test_where_nothing_happens_nothing_is_found(make_ranks):
+def test_where_nothing_happens_nothing_is_found():
     ranks = make_ranks()
     assert [ranks.look(rank) for rank in (0, 1, 0, 1)] == [None] * 4
     assert ranks.store.get(protocol.beat(1)).decode().partition(" ")[0]
     assert ranks.number(protocol.NEWS) == 0
 
 
-def test_a_failure_is_found_once_there_is_news(make_ranks):
+def test_a_failure_is_found_once_there_is_news():
     ranks = make_ranks()
     failure_on(1).publish(ranks.store)
     assert ranks.look() is None
@@ -73,7 +54,7 @@ def test_a_failure_is_found_once_there_is_news(make_ranks):
     assert ranks.number(protocol.FAILURE_SEEN) == 1
 
 
-def test_the_rank_that_holds_the_store_is_let_go(make_ranks):
+def test_the_rank_that_holds_the_store_is_let_go():
     ranks = make_ranks()
     ranks.store.set(protocol.CLOSING, "yes")
     ranks.store.add(protocol.NEWS, 1)
@@ -82,7 +63,7 @@ def test_the_rank_that_holds_the_store_is_let_go(make_ranks):
     assert ranks.number(protocol.GONE) == 1
 
 
-def test_a_query_is_answered(make_ranks):
+def test_a_query_is_answered():
     ranks = make_ranks()
     done = threading.Event()
 
@@ -154,79 +135,11 @@ def test_what_another_rank_deletes_meanwhile_is_not_waited_for():
     assert store.add(protocol.answered(1), 0) == 1
 
 
-def test_a_rank_that_dies_is_told_of(make_ranks):
-    ranks = make_ranks(3)
-    assert [ranks.look(rank) for rank in (0, 1, 2)] == [None] * 3
-    ranks.monitors[1].close()
-    record = ranks.look_until_found()
-    assert (record.rank, record.error_type) == (1, DIED)
-    assert FailureRecord.read(ranks.store) == record
-    assert (ranks.number(protocol.NEWS), ranks.number(protocol.FAILURE_SEEN)) == (1, 1)
-
-
-def test_the_failure_that_was_told_first_counts(make_ranks):
-    ranks = make_ranks(3)
-    ranks.look()
-    failure_on(2).publish(ranks.store)
-    ranks.monitors[1].close()
-    assert ranks.look_until_found() == failure_on(2)
-
-
-def test_a_rank_that_holds_the_store_tells_its_neighbour_before_it_ends(make_ranks):
-    ranks = make_ranks(3)
-    assert [ranks.look(rank) for rank in (0, 1, 2)] == [None] * 3
-    ranks.monitors[0].tell(failure_on(1))
-    ranks.monitors[0].close()
-    assert ranks.look_until_found(2) == failure_on(1)
-    assert ranks.number(protocol.FAILURE_SEEN) == 1
-    assert read_sign(ranks.store, 2) == "", "so it can be told from those that do not know"
-
-
-@pytest.mark.parametrize("teller", [0, 2])
-def test_who_cannot_ask_the_store_asks_its_neighbours(make_ranks, teller):
-    ranks = make_ranks(3)
-    assert [ranks.look(rank) for rank in (0, 1, 2)] == [None] * 3
-    ranks.monitors[teller].tell(failure_on(teller))
-    assert ranks.monitors[1].first_cause(failure_on(1)) == failure_on(teller)
-    assert ranks.monitors[0 if teller else 2].first_cause(failure_on(1)) == failure_on(teller)
-
-
-def test_who_hears_nothing_keeps_to_what_it_saw(make_ranks):
-    ranks = make_ranks(3)
-    assert ranks.monitors[1].first_cause(failure_on(0)) == failure_on(0)
-
-
-def test_the_others_are_waited_for_unless_they_have_gone(make_ranks):
-    ranks = make_ranks(4)
-    ranks.store.add(protocol.GONE, 1)
-    ranks.store.add(protocol.FAILURE_SEEN, 2)
-    ranks.monitors[0].wait_until_others_know()
-    assert ranks.seconds == 0, "on the clock of the test it would never end"
-
-
-def test_a_path_that_is_no_text_is_a_sign_of_life(make_ranks, monkeypatch):
+def test_a_path_that_is_no_text_is_a_sign_of_life(monkeypatch):
     monkeypatch.setattr(tracking, "describe_here", lambda: "in barrier at /data/\udcff/train.py:3")
     ranks = make_ranks()
     assert ranks.look() is None
     assert read_sign(ranks.store, 0).endswith(r"in barrier at /data/\udcff/train.py:3")
-
-
-@pytest.mark.parametrize("key", [protocol.left(1), protocol.CLOSING])
-def test_a_rank_that_leaves_has_not_died(make_ranks, key):
-    ranks = make_ranks(2)
-    ranks.look()
-    ranks.store.set(key, "yes")
-    ranks.monitors[1].close()
-    assert [ranks.look() for _ in range(3)] == [None] * 3
-
-
-def test_a_rank_that_is_leaving_itself_accuses_nobody(make_ranks):
-    ranks = make_ranks(2)
-    ranks.look()
-    ranks.is_stopping.set()
-    ranks.monitors[1].close()
-    assert [ranks.look() for _ in range(3)] == [None] * 3
-    assert FailureRecord.read(ranks.store) is None
 
 
 def looks_at(ranks, *moments):
@@ -236,7 +149,7 @@ def looks_at(ranks, *moments):
     return found
 
 
-def test_a_rank_that_gives_no_sign_of_life_is_told_of(make_ranks):
+def test_a_rank_that_gives_no_sign_of_life_is_told_of():
     ranks = make_ranks()
     ranks.look(1)
     *found, last = looks_at(ranks, *range(0, 304, 2))
@@ -245,18 +158,31 @@ def test_a_rank_that_gives_no_sign_of_life_is_told_of(make_ranks):
     assert FailureRecord.read(ranks.store) == last
 
 
-def test_a_rank_whose_host_does_not_answer_is_told_of_sooner(make_ranks):
+def test_a_rank_that_has_left_is_passed_over():
+    ranks = make_ranks(3)
+    ranks.look(1)
+    ranks.look(2)
+    ranks.store.set(protocol.left(1), "yes")
+    *found, last = looks_at(ranks, *range(0, 304, 2))
+    assert found == [None] * len(found)
+    assert (last.rank, last.error_type) == (2, SILENT)
+
+
+def test_the_last_rank_watches_nobody():
     ranks = make_ranks()
     ranks.look(1)
-    ranks.look()
-    ranks.monitors[0]._connection.is_unanswered = True
-    *found, last = looks_at(ranks, *range(0, 48, 2))
-    assert found == [None] * len(found)
-    assert (last.rank, last.error_type) == (1, SILENT)
-    assert "is on a host that has not answered for 46 s" in last.error_text
+    ranks.store.set(protocol.left(1), "yes")
+    assert set(looks_at(ranks, *range(0, 1000, 2))) == {None}
 
 
-def test_a_rank_that_gives_signs_of_life_is_not(make_ranks):
+def test_the_failure_that_was_told_first_counts():
+    ranks = make_ranks()
+    ranks.look(1)
+    failure_on(1).publish(ranks.store)
+    assert looks_at(ranks, *range(0, 304, 2))[-1] == failure_on(1)
+
+
+def test_a_rank_that_gives_signs_of_life_is_not():
     ranks = make_ranks()
     for ranks.seconds in range(0, 1000, 2):
         assert ranks.look(1) is None
@@ -264,12 +190,9 @@ def test_a_rank_that_gives_signs_of_life_is_not(make_ranks):
 
 
 @pytest.mark.parametrize(("world_size", "interval"), [(2, 0.2), (10_000, 4.0)])
-@pytest.mark.parametrize("is_unanswered", [False, True])
-def test_a_rank_is_not_silent_between_its_signs_of_life(make_ranks, world_size, interval, is_unanswered):
+def test_a_rank_is_not_silent_between_its_signs_of_life(world_size, interval):
     ranks = make_ranks(silence=0.5, world_size=world_size)
     ranks.look(1)
-    ranks.look()
-    ranks.monitors[0]._connection.is_unanswered = is_unanswered
     for number in range(60):
         ranks.seconds = number * 1.1 * interval
         assert ranks.look(0) is None
@@ -278,12 +201,12 @@ def test_a_rank_is_not_silent_between_its_signs_of_life(make_ranks, world_size, 
     assert next(record.rank for record in found if record is not None) == 1, "it gives none any more"
 
 
-def test_a_rank_that_is_not_watching_is_not_silent(make_ranks):
+def test_a_rank_that_is_not_watching_is_not_silent():
     ranks = make_ranks()
     assert set(looks_at(ranks, *range(0, 1000, 2))) == {None}
 
 
-def test_a_rank_that_was_suspended_itself_accuses_nobody(make_ranks):
+def test_a_rank_that_was_suspended_itself_accuses_nobody():
     ranks = make_ranks()
     ranks.look(1)
     assert looks_at(ranks, 0, 2, 5_000, 10_000) == [None] * 4

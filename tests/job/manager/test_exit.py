@@ -166,7 +166,7 @@ def ask_the_store_that_is_left(manager, other_has_ended):
     if manager.rank == 0:
         sys.exit(3)
     assert other_has_ended.wait(60)
-    assert manager._state.job.rendezvous.store.add(protocol.LEFT, 0) == 1
+    assert manager._state.job.rendezvous.store.get(protocol.LEFT) == b"0,"
 
 
 def test_a_process_of_multiprocessing_leaves_the_store_to_the_others():

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from distman import DistributedManager, JobFailed
-from distman._coordination.monitor.current_watcher import is_watching
+from distman._coordination.monitor.watcher import is_watching
 from distman.testing import ranks
 
 

@@ -164,7 +164,7 @@ def test_the_store_of_an_earlier_start_is_named_though_it_answers_no_more_in_the
             os.kill(host.store_pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("key", [protocol.FIRST_TO_LEAVE, protocol.FAILURE])
+@pytest.mark.parametrize("key", [protocol.LEFT, protocol.FAILURE])
 def test_a_job_of_which_a_rank_goes_on_leaves_its_place_to_the_next_start(point, key, monkeypatch):
     """A rank that saves something, or is stopped, keeps the store of a job that is over."""
     monkeypatch.setattr(opening, "_ENDING", 0.1)

@@ -398,13 +398,3 @@ def test_a_process_that_joins_with_nonsense_is_as_one_that_is_missing(point, cap
             take_part(job_store, join_record(0), timeout=0.3)
     assert caplog.text.count("a malformed message is dropped: reading the join record of the process that came as") == 1
     assert "pid: it must be int, got '1'" in caplog.text
-
-
-def test_a_verdict_that_is_none_does_not_stand_in_the_way(point, caplog):
-    messages._forget_warnings()
-    with contextlib.closing(enter(point, join_record(0, 1))) as job_store:
-        store = job_store.store.part(protocol.job())
-        for key in (protocol.VERDICT, protocol.FAILURE, protocol.OPENER):
-            store.set(key, b"\x78\x9c garbage")
-        assert len(take_part(job_store, join_record(0, 1))) == 1
-    assert "reading the verdict on who takes part failed: " in caplog.text

@@ -11,11 +11,11 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import ending_of, seconds_before_turn
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.reporter import JobReporter
-from distman._coordination.monitor import left_behind
+from distman._coordination.monitor import stragglers
 from distman._coordination.monitor.context import WatchContext, WatchLimits
-from distman._coordination.monitor.left_behind import LeftBehind
-from distman._coordination.monitor.peer_connection import PeerConnection
 from distman._coordination.monitor.peer_monitor import give_sign
+from distman._coordination.monitor.presence import show_presence
+from distman._coordination.monitor.stragglers import FailedJob
 from distman._coordination.monitor.watcher import Watcher
 from distman.environments import LaunchEnvironment
 from distman.errors import JobFailed
@@ -39,7 +39,7 @@ def others(store):
     with contextlib.ExitStack() as stack:
         ends = {}
         for rank in range(1, NUM_RANKS):
-            end = PeerConnection(store, rank, places(NUM_RANKS), is_one_host=True, patience=5)
+            end = show_presence(store, rank, is_one_host=True, towards=None)
             ends[rank] = stack.enter_context(contextlib.closing(end))
         give_sign(store, 3)
         yield ends
@@ -50,35 +50,35 @@ def context_of(store, rank=0):
 
 
 def make(store, record, ended, *, silence=300.0):
-    return LeftBehind(context_of(store), record, silence, lambda: ended.append("ended"))
+    return FailedJob(context_of(store), record, silence, lambda: ended.append("ended"))
 
 
 @pytest.fixture
 def waits(monkeypatch):
     """What is to happen at each wait of the end of the process, in turn; nothing more may be waited for."""
     planned = []
-    monkeypatch.setattr(left_behind.time, "sleep", lambda _: planned.pop(0)())
+    monkeypatch.setattr(stragglers.time, "sleep", lambda _: planned.pop(0)())
     return planned
 
 
 @pytest.fixture
 def no_patience(monkeypatch):
-    monkeypatch.setattr(left_behind, "late_after", lambda _: 0.0)
+    monkeypatch.setattr(stragglers, "late_after", lambda _: 0.0)
 
 
 def test_nobody_is_left_where_all_have_read_of_the_failure_or_left(store):
     give_sign(store, 3)
     leave(store, 3)
-    assert not make(store, failure_on(1), []).find(store)
+    assert not make(store, failure_on(1), []).find_stragglers(store)
 
 
 @pytest.mark.usefixtures("no_patience")
 def test_a_rank_that_does_not_react_is_given_the_time_that_it_may_be_silent(store, others, waits):
     ended = []
     left = make(store, failure_on(1), ended, silence=0.0)
-    assert left.find(store)
+    assert left.find_stragglers(store)
     waits += [others[1].close, others[2].close]
-    left.end_job_without()
+    left.end_without_stragglers()
     assert (ended, waits) == (["ended"], [])
 
 
@@ -86,9 +86,9 @@ def test_a_rank_that_does_not_react_is_given_the_time_that_it_may_be_silent(stor
 def test_a_rank_that_was_only_slow_ends_by_itself(store, others, waits):
     ended = []
     left = make(store, failure_on(1), ended)
-    assert left.find(store)
+    assert left.find_stragglers(store)
     waits += [others[3].close]
-    left.end_job_without()
+    left.end_without_stragglers()
     assert (ended, waits) == ([], [])
 
 
@@ -96,10 +96,10 @@ def test_a_silent_rank_is_ended_when_the_others_have_left(store, others, waits):
     ended = []
     store.delete_key(protocol.beat(3))
     left = make(store, SILENT, ended)
-    assert left.find(store)
+    assert left.find_stragglers(store)
     others[2].close()
     waits += [others[3].close]
-    left.end_job_without()
+    left.end_without_stragglers()
     assert (ended, waits) == (["ended"], [])
 
 
@@ -107,17 +107,17 @@ def test_a_silent_rank_that_is_gone_by_then_needs_no_end(store, others):
     ended = []
     store.delete_key(protocol.beat(3))
     left = make(store, SILENT, ended)
-    left.find(store)
+    left.find_stragglers(store)
     others[1].close()
-    left.end_job_without()
+    left.end_without_stragglers()
     assert ended == []
 
 
 def test_a_silent_rank_on_a_host_that_does_not_answer_is_ended_too(store):
     ended = []
     left = make(store, SILENT, ended)
-    assert left.find(store)
-    left.end_job_without()
+    assert left.find_stragglers(store)
+    left.end_without_stragglers()
     assert ended == ["ended"]
 
 
@@ -126,11 +126,11 @@ def test_where_all_wait_for_one_that_died_the_job_is_ended_when_the_others_are_d
     ended = []
     store.delete_key(protocol.beat(3))
     died = FailureRecord.died(places(NUM_RANKS)[1])
-    left = LeftBehind(context_of(store), died, 300.0, lambda: ended.append("ended"), is_awaited=True)
-    assert left.find(store)
+    left = FailedJob(context_of(store), died, 300.0, lambda: ended.append("ended"), is_awaited=True)
+    assert left.find_stragglers(store)
     others[1].close()
     waits += [others[2].close, others[3].close]
-    left.end_job_without()
+    left.end_without_stragglers()
     assert (ended, waits) == (["ended"], [])
 
 
@@ -139,7 +139,7 @@ def test_where_the_store_is_silent_handlers_get_a_minute(store, waits, monkeypat
     ended = []
     monkeypatch.setattr(hook, "has_failed", lambda: has_failed)
     waits += [lambda: None] * len(expected)
-    make(store, SILENT, ended).end_job_unseen()
+    make(store, SILENT, ended).end_unseen()
     assert (ended, waits) == (expected, [])
 
 
@@ -147,8 +147,8 @@ def test_the_store_of_the_job_is_not_kept(store):
     """Its connections would stay open after cleanup()."""
     context = context_of(store)
     is_kept = weakref.ref(context)
-    left = LeftBehind(context, SILENT, 300.0, lambda: None)
-    left.find(store)
+    left = FailedJob(context, SILENT, 300.0, lambda: None)
+    left.find_stragglers(store)
     del context
     gc.collect()
     assert is_kept() is None
@@ -178,22 +178,14 @@ def test_the_first_that_asks_looks_after_the_others(store, actions, alive):
         assert len(actions) == 1
 
 
-def test_nonsense_in_the_place_of_who_does_is_replaced(store, actions):
-    store.set(protocol.CARETAKER, "99")
-    watcher = watcher_of(store, 2)
+def test_where_the_store_itself_is_silent_it_is_done_unseen(store, actions, monkeypatch):
+    """Another rank may have been asked to, but nobody can say so."""
+    store.set(protocol.CARETAKER, "0")
+    monkeypatch.setattr(stragglers, "run_with_timeout", lambda *_: False)
+    watcher = watcher_of(store, 3)
     watcher.look_after_others(SILENT)
     watcher.stop()
-    assert len(actions) == 1
-
-
-def test_where_the_store_itself_is_silent_nobody_asks_it(store, actions):
-    """A call to it would have no end."""
-    store.set(protocol.CARETAKER, "0")
-    watcher = watcher_of(store, 3)
-    watcher._interruption.deliver = lambda _: None  # it would raise here
-    watcher._store_is_silent(300.0)
-    watcher.stop()
-    assert len(actions) == 1
+    assert [action.__name__ for action in actions] == ["end_unseen"]
 
 
 def test_it_does_so_too_where_the_program_handles_the_failure(store, actions):
