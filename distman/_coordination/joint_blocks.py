@@ -10,9 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -21,7 +19,7 @@ from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import count, decode_text
-from distman._coordination.monitor.current_watcher import current
+from distman._coordination.monitor.watcher import current
 from distman._coordination.sync import KeySequence, StoreGroup
 from distman._coordination.timeouts import run_with_timeout
 from distman._coordination.tracking import is_outside, restriction
@@ -39,15 +37,25 @@ class JointBlocks:
     """The joint blocks of some ranks, one after another; within another one a block is a part of it."""
 
     def __init__(self, store_group: StoreGroup) -> None:
-        self.depth = 0
+        self._depth = 0
         self._group = store_group
         name = protocol.JOINT_ERRORS
         self._keys = KeySequence(store_group.store, name, store_group.size, beside=[protocol.arrived])
 
-    def block(self, what: str) -> AbstractContextManager[None]:
-        return _JointBlock(self, what)
+    @contextlib.contextmanager
+    def block(self, what: str) -> Iterator[None]:
+        """Let an error that leaves the ``with`` block on some ranks only fail the job; one thread at a time enters."""
+        self._depth += 1
+        try:
+            yield
+        except Exception as error:
+            if self._depth == 1 and not is_outside() and restriction() is None:
+                self._judge(error, what)
+            raise
+        finally:
+            self._depth -= 1
 
-    def judge(self, error: Exception, what: str) -> None:
+    def _judge(self, error: Exception, what: str) -> None:
         """Return once it is known whether all ranks have raised; if not, the job has failed, and this rank with it."""
         # The job has failed before, or who is missing has left it, so nobody waits; or the store is gone.
         with contextlib.suppress(DistmanError, JobFailed, dist.DistError):
@@ -89,21 +97,3 @@ class JointBlocks:
         watcher = current()
         if watcher is not None:
             watcher.wait_until_known()  # from now on nothing here waits for the others
-
-
-@dataclasses.dataclass
-class _JointBlock(AbstractContextManager[None]):
-    """One block; it is entered by one thread at a time, as whatever waits for other ranks."""
-
-    blocks: JointBlocks
-    what: str
-
-    def __enter__(self) -> None:
-        self.blocks.depth += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.blocks.depth -= 1
-        if isinstance(error, Exception) and not self.blocks.depth and not is_outside() and restriction() is None:
-            self.blocks.judge(error, self.what)
