@@ -127,14 +127,12 @@ class _Hook:
 
     def in_thread(self, args: threading.ExceptHookArgs) -> None:
         """Show an error that ended another thread, and let it end the job where the program wants that."""
-        is_mine = self.reporter is not None and os.getpid() == self.pid
-        if not is_mine or args.exc_value is None or issubclass(args.exc_type, SystemExit):
-            self.previous_in_threads(args)
-        elif self.thread_reporter is not None:
-            self.thread_reporter(args.exc_value)
-            self.previous_in_threads(args)
-        else:
-            self.previous_in_threads(args)
+        is_of_rank = self.reporter is not None and os.getpid() == self.pid
+        error = args.exc_value if is_of_rank and not issubclass(args.exc_type, SystemExit) else None
+        if error is not None and self.thread_reporter is not None:
+            self.thread_reporter(error)
+        self.previous_in_threads(args)
+        if error is not None and self.thread_reporter is None:
             write(f"distman: {args.exc_type.__name__} ended a thread of this rank. {_ONLY_A_THREAD}")
 
     def show(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -188,12 +186,8 @@ class _Hook:
         failed = self.unsurvived()
         if failed is not None and not self.has_failed and os.getpid() == self.pid:
             if not failed.has_left:
-                self.end_with(JobFailed.EXIT_CODE)
+                end_with(JobFailed.EXIT_CODE)
             self.tell(failed.record.to_failure())
-
-    def end_with(self, code: int) -> None:
-        """End the process in the last exit handler: nothing in Python changes the code of a program that has ended."""
-        self.exit_code = code if self.exit_code is None else self.exit_code
 
     def bound_end(self, code: int) -> None:
         """Let the process end within a time once its main program is over."""
@@ -239,13 +233,14 @@ class _Hook:
         self.report_unsurvived()
         if os.getpid() != self.pid or not (self.actions or self.exit_code is not None):
             return
-        if _has_finalizers():  # which Python calls after the exit handlers of such a process, from 3.13 on
+        is_child = multiprocessing.process.parent_process() is not None
+        if is_child and not multiprocessing.util.is_exiting():  # from 3.13 on, its finalizers come after exit handlers
             multiprocessing.util.Finalize(None, self.at_exit, exitpriority=_LAST)
             return
         run_with_timeout(logging.shutdown, _PRINT_PATIENCE)
         if self.exit_code is not None:
             exit_now(self.exit_code)
-        _flush_all_in_time()
+        run_with_timeout(_flush_all, _PRINT_PATIENCE)
         _end_children()
         self.abort_job()
 
@@ -365,9 +360,12 @@ def expect_exits(*codes: int) -> None:
 
 
 def end_with(code: int) -> None:
-    """Let this process end with a code, whatever its program ends with."""
-    if _hook is not None:
-        _hook.end_with(code)
+    """Let this process end with a code, whatever its program ends with.
+
+    The last exit handler ends it: nothing else in Python changes the code of a program that has ended.
+    """
+    if _hook is not None and _hook.exit_code is None:
+        _hook.exit_code = code
 
 
 def has_failed() -> bool:
@@ -417,10 +415,6 @@ def told_again(record: FailureRecord) -> str:
     return record.headline if is_shown else str(record.to_failure())
 
 
-def _has_finalizers() -> bool:
-    return multiprocessing.process.parent_process() is not None and not multiprocessing.util.is_exiting()
-
-
 def end_job_at_exit(action: Callable[[], None]) -> None:
     """Let something end the job, or a part of it, after the exit handlers, where the launcher would not do so."""
     if _hook is not None:
@@ -436,7 +430,7 @@ def exit_now(code: int) -> None:
     if _hook is not None:
         _hook.has_failed = True
     try:
-        _flush_all_in_time()
+        run_with_timeout(_flush_all, _PRINT_PATIENCE)
         _end_children()
         if is_anything_left() and not run_with_timeout(complete_all, _WORK_PATIENCE):
             write(f"distman: what is being saved was not done in {_WORK_PATIENCE:g} s")
@@ -479,12 +473,8 @@ def _flush() -> None:
             stream.flush()
 
 
-def _flush_all_in_time() -> None:
-    """Write what the files of this process hold back, which the end of the interpreter would do."""
-    run_with_timeout(_flush_all, _PRINT_PATIENCE)
-
-
 def _flush_all() -> None:
+    """Write what the files of this process hold back, which the end of the interpreter would do."""
     _flush()
     for one in gc.get_objects():
         with contextlib.suppress(Exception):  # closed, a full disk, or a program's own class

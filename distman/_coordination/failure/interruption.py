@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import sys
 import threading
@@ -86,7 +87,7 @@ class Interruption:
         if self._is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(_SIGNAL, self._previous if self._previous is not None else signal.SIG_DFL)
         elif self._is_installed:
-            self._abort_job = self._announce = _forget  # the handler that stays would keep the job, and its store open
+            self._abort_job = self._announce = _nothing  # what stays must not keep the job's store open
         self._is_installed = False
 
     def note(self, error: JobFailed) -> None:
@@ -94,16 +95,11 @@ class Interruption:
         self._begin(FailureRecord.of(error, error.rank)).note(error, sys._getframe())
 
     def insist(self) -> None:
-        """Do what :meth:`deliver` does with the error that was noted last, in a thread of its own."""
-        if not self._is_insisting:
+        """Do what :meth:`deliver` does with the error that was noted, in a thread of its own."""
+        if not self._is_insisting and self._delivery is not None:
             self._is_insisting = True
-            threading.Thread(target=self._deliver_noted, name="distman-failure", daemon=True).start()
-
-    def _deliver_noted(self) -> None:
-        with self._delivering:
-            self._is_insisting = False  # what is noted from now on may come too late for this thread
-            if self._delivery is not None:
-                self._deliver(self._delivery)
+            work = functools.partial(self.deliver, self._delivery.record)
+            threading.Thread(target=work, name="distman-failure", daemon=True).start()
 
     def deliver(self, record: FailureRecord) -> None:
         """Make the main thread, not this one, raise it until the program ends or survives, or end the process."""
@@ -191,7 +187,7 @@ class Interruption:
         hook.exit_now(JobFailed.EXIT_CODE)
 
 
-def _forget(_: object) -> None:
+def _nothing(_: object) -> None:
     """Do nothing: the job is over."""
 
 
