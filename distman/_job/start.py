@@ -192,7 +192,7 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
     context = WatchContext(
         store=job.rendezvous.store,
         url=job.rendezvous.job_store.url,
-        opener=job.rendezvous.job_store.opener,
+        opener=job.rendezvous.job_store.opener or 0,
         rank=job.peer.rank,
         peers=job.roll_call,
         is_one_host=job.peer.num_nodes == 1,

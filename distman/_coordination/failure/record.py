@@ -85,40 +85,41 @@ class FailureRecord:
         return cls(*place, name, shortened(text, _MAX_TEXT), shortened(trace, _MAX_TRACEBACK))
 
     @classmethod
+    def about(cls, place: Place, error_type: str, text: str) -> FailureRecord:
+        """Return the record of a rank that told of no error itself."""
+        return cls(place.rank, place.host, place.pid, error_type, text)
+
+    @classmethod
     def died(cls, place: Place) -> FailureRecord:
-        """Return the record of a process that ended without a word."""
         text = (
-            "died: its connection broke. The launcher's output names the signal; the kernel log of the host "
-            "says whether memory ran out."
+            "died: its connection broke. The launcher's output names the signal; the kernel log of the host says "
+            "whether memory ran out."
         )
-        return cls(place.rank, place.host, place.pid, DIED, text)
+        return cls.about(place, DIED, text)
 
     @classmethod
     def left(cls, place: Place, awaited_at: str) -> FailureRecord:
-        """Return the record of a rank whose program ended though others wait for it."""
         text = (
             f"left the job before it came to {awaited_at}. Its program ended, by sys.exit() perhaps, or called "
             "cleanup(): let all ranks take the same way."
         )
-        return cls(place.rank, place.host, place.pid, LEFT, text)
+        return cls.about(place, LEFT, text)
 
     @classmethod
     def silent(cls, place: Place, seconds: float, *, last_seen: str = "") -> FailureRecord:
-        """Return the record of a rank that is there but does nothing."""
         text = (
-            f"has been silent for {seconds:.0f} s{f', last seen {last_seen}' if last_seen else ''}: it is "
-            "stopped, or native code is holding the GIL, or its host is cut off. DISTMAN_SILENCE_TIMEOUT is the limit."
+            f"has been silent for {seconds:.0f} s{f', last seen {last_seen}' if last_seen else ''}: it is stopped, or "
+            "native code is holding the GIL, or its host is cut off. DISTMAN_SILENCE_TIMEOUT is the limit."
         )
-        return cls(place.rank, place.host, place.pid, SILENT, text)
+        return cls.about(place, SILENT, text)
 
     @classmethod
     def unreachable(cls, place: Place, seconds: float, *, role: str = "") -> FailureRecord:
-        """Return the record of a rank whose host does not answer at all."""
         text = (
             f"{role}is on a host that has not answered for {seconds:.0f} s: that host, or the one that says so, has "
             "lost power or its network. See whether both are up."
         )
-        return cls(place.rank, place.host, place.pid, SILENT, text)
+        return cls.about(place, SILENT, text)
 
     @classmethod
     def told(cls, data: bytes) -> FailureRecord:

@@ -79,7 +79,7 @@ class WatchContext:
     rank: int
     peers: Sequence[Place]
     is_one_host: bool
-    opener: int | None = None  # the rank on whose host the store's process runs, if that is known
+    opener: int  # the rank on whose host the store's process runs
     holds_store: bool = False  # the store may end with this rank; others are told of failures before
     wait_for_device: Callable[[], None] | None = None  # for all that the GPU was given; None on a CPU
     mates: Sequence[int] = ()  # the ranks of this host, where no launcher ends them
@@ -93,37 +93,35 @@ class WatchContext:
         """Seconds between two looks into the store at most."""
         return interval(len(self.peers))
 
+    @property
+    def _opener(self) -> Place:
+        return self.peers[self.opener]
+
     def store_is_silent(self, seconds: float) -> FailureRecord:
         """Return the record that the store does not answer."""
-        if self.opener is not None and self.peers[self.opener].host != self.me.host:
-            place = self.peers[self.opener]
+        if self._opener.host != self.me.host:  # it may be cut off
             text = (
                 f"is beside the job's store at {self.url}, which has not answered for {seconds:.0f} s: its process is "
                 "stopped, or that host is cut off."
             )
-            return FailureRecord(place.rank, place.host, place.pid, SILENT, text)
-        text = f"got no answer from the job's store at {self.url} for {seconds:.0f} s. See what stopped who serves it."
-        return FailureRecord(self.me.rank, self.me.host, self.me.pid, SILENT, text)
+            return FailureRecord.about(self._opener, SILENT, text)
+        text = f"got no answer from the job's store at {self.url} for {seconds:.0f} s. See what stopped its process."
+        return FailureRecord.about(self.me, SILENT, text)
 
     def store_is_unreachable(self, seconds: float) -> FailureRecord:
         """Return the record that the host of the store does not answer."""
-        if self.opener is not None:
-            role = f", beside which the job's store runs at {self.url}, "
-            return FailureRecord.unreachable(self.peers[self.opener], seconds, role=role)
-        text = f"lost the job's store: its host has not answered for {seconds:.0f} s at {self.url}. See its network."
-        return FailureRecord(self.me.rank, self.me.host, self.me.pid, SILENT, text)
+        role = f", beside which the job's store runs at {self.url}, "
+        return FailureRecord.unreachable(self._opener, seconds, role=role)
 
     def store_has_left(self, operation: str) -> FailureRecord:
         """Return the record that nobody can tell why an operation failed: the store went with its rank."""
-        place = self.me if self.opener is None else self.peers[self.opener]
         text = (
             f"held the job's store and left the job, so nobody can tell whose end broke {operation}: that rank's, or "
             "another's after it. Let all ranks take the same way to the end."
         )
-        return FailureRecord(place.rank, place.host, place.pid, LEFT, text)
+        return FailureRecord.about(self._opener, LEFT, text)
 
     def store_is_gone(self) -> FailureRecord:
         """Return the record that nobody serves the store any more."""
-        place = self.me if self.opener is None else self.peers[self.opener]
         text = f"lost the job's store: the process that served it at {self.url} is gone. See what ended it."
-        return FailureRecord(place.rank, place.host, place.pid, DIED, text)
+        return FailureRecord.about(self._opener, DIED, text)

@@ -182,7 +182,7 @@ class DeadlockWatch:
         if failure is None and (mine.is_of_torch or other.is_of_torch):
             place = self._me if mine.is_of_torch else self._peers[rank]
             reason = f"waits for ever: {text}".replace("\n ", "")
-            failure = FailureRecord(place.rank, place.host, place.pid, PlanMismatchError.__name__, reason)
+            failure = FailureRecord.about(place, PlanMismatchError.__name__, reason)
         if failure is not None:
             failure.publish(store)
         else:

@@ -118,7 +118,7 @@ def test_that_a_rank_left_too_early_is_raised_again_where_it_is_swallowed():
 
 def test_a_rank_that_ends_since_another_one_left_says_so():
     store, ended = MemoryStore(), []
-    context = WatchContext(store, "tcp://n1:5", 0, places(2), is_one_host=True)
+    context = WatchContext(store, "tcp://n1:5", 0, places(2), is_one_host=True, opener=0)
     watcher = Watcher(context, WatchLimits(silence=300.0), ended.append, patience=60.0)
     record = FailureRecord.left(places(2)[1], "barrier 0")
     watcher._interruption._abort_job(record.to_failure())
