@@ -55,7 +55,7 @@ class StopAgreement:
         self._has_answered = False
         self._last_step: int | None = None
         self._passed: int | None = None
-        self._stops: bool | None = None
+        self._stops = False
 
     def request(self, reason: str = "request_stop()") -> None:
         self._wish = self._wish or reason
@@ -79,18 +79,6 @@ class StopAgreement:
 
     def decide(self, step: int | None = None) -> bool:
         """Return whether to stop at this step, the same on all ranks; after a request, wait until all have heard."""
-        step = self._check_order(step)
-        if self._store_group is None:
-            return bool(self._wish)
-        if self._thread is None:
-            self._begin(self._store_group, step)
-        with self._answering:
-            if not self._has_answered:
-                self._passed = step
-                return False
-        return self._stops or self._stops_at(self._store_group, step)
-
-    def _check_order(self, step: int | None) -> int:
         last = self._last_step
         if step is None:
             step = 0 if last is None else last + 1
@@ -100,18 +88,22 @@ class StopAgreement:
                 "together."
             )
         self._last_step = step
-        return step
-
-    def _begin(self, group: StoreGroup, step: int) -> None:
-        """Begin to look for a stop, at this rank's first step."""
-        _check_same(group, protocol.STOP_FIRST_STEP, step)
-        store = group.job_store.clone()
-        arguments = (store, group.rank, group.size)
-        self._thread = threading.Thread(target=self._look, args=arguments, name="distman-stop", daemon=True)
-        self._thread.start()
+        group = self._store_group
+        if group is None:
+            return bool(self._wish)
+        if self._thread is None:
+            _check_same(group, protocol.STOP_FIRST_STEP, step)
+            arguments = (group.job_store.clone(), group.rank, group.size)
+            self._thread = threading.Thread(target=self._look, args=arguments, name="distman-stop", daemon=True)
+            self._thread.start()
+        with self._answering:
+            if not self._has_answered:
+                self._passed = step
+                return False
+        return self._stops or self._stops_at(group, step)
 
     def _look(self, store: TorchStore, rank: int, size: int) -> None:
-        """Look for a stop until there is one, or this rank leaves."""
+        """Look for a stop until there is one, or this rank leaves; then say which step it has passed."""
         event, wait = "", max(_LOOK_EVERY, _LOOK_EVERY_PER_RANK * size)
         with contextlib.suppress(dist.DistError):  # the store is gone: the job has failed, or this rank has left it
             while event != _LEAVES and not store.check([protocol.STOP]):
@@ -119,17 +111,13 @@ class StopAgreement:
                     event = self._events.get(timeout=wait)
                 if self._wish:
                     store.set(protocol.STOP, self._wish)
-            self._answer(store, rank, size)
-
-    def _answer(self, store: TorchStore, rank: int, size: int) -> None:
-        """Say which step this rank has passed; the last one to do so says which all have."""
-        with self._answering:
-            self._has_answered = True
-        store.set(protocol.stop_passed(rank), json.dumps(self._passed))
-        if count(store, protocol.STOP_ANSWERS, 1) == size:
-            passed = [_decode_step(store.get(protocol.stop_passed(one)), f"rank {one}") for one in range(size)]
-            furthest = max((step for step in passed if step is not None), default=None)
-            store.set(protocol.STOP_AFTER, json.dumps(furthest))
+            with self._answering:
+                self._has_answered = True
+            store.set(protocol.stop_passed(rank), json.dumps(self._passed))
+            if count(store, protocol.STOP_ANSWERS, 1) == size:  # the last rank says which step all have passed
+                passed = [_decode_step(store.get(protocol.stop_passed(one)), f"rank {one}") for one in range(size)]
+                furthest = max((step for step in passed if step is not None), default=None)
+                store.set(protocol.STOP_AFTER, json.dumps(furthest))
 
     def _stops_at(self, group: StoreGroup, step: int) -> bool:
         """Return whether to stop, now that a rank was asked to; wait until all have answered."""

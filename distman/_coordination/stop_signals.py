@@ -1,4 +1,4 @@
-"""Who hears the signals that ask a rank to stop."""
+"""The signals that ask a rank to stop: its handlers, and those of workers that it forks."""
 
 from __future__ import annotations
 
@@ -39,15 +39,11 @@ class StopSignals:
         """Handle the signals; a handler that was there is called too, unless it would end this rank alone."""
         if self._previous:
             return
-        if threading.current_thread() is not threading.main_thread():
-            self._warn()
-            return
-        self._previous = {number: _handler_in_use(number) for number in self._signals}
-        for number in self._signals:
-            signal.signal(number, self._on_signal)
-
-    def _warn(self) -> None:
-        if not self._has_warned:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: _handler_in_use(number) for number in self._signals}
+            for number in self._signals:
+                signal.signal(number, self._on_signal)
+        elif not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "should_stop() cannot listen to signals in the thread %r: Python lets only the main thread do so, and "

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 
 from distman._base.process_state import puts_back
@@ -90,7 +90,9 @@ class Restricted:
     is_over: bool = dataclasses.field(default=False, init=False)
 
     def __enter__(self) -> Restricted:
-        _guard_regions()
+        global _guard
+        with _MAKING_GUARD:  # from now on torch's collectives are refused in regions, which new threads inherit
+            _guard = _guard or RegionGuard(lambda name, ranks: check_all_run_here(ranks, operation=f"torch's {name}"))
         self._leave = enter_regions((*regions(), self))
         return self
 
@@ -99,14 +101,6 @@ class Restricted:
     ) -> None:
         self.is_over = True
         self._leave()
-
-
-def _guard_regions() -> None:
-    """Refuse torch's collectives in regions from now on, and let new threads inherit the regions."""
-    global _guard
-    if _guard is None:
-        with _MAKING_GUARD:
-            _guard = _guard or RegionGuard(_check_collective)
 
 
 def _current() -> list[Restricted]:
@@ -190,10 +184,6 @@ def check_all_run_here(ranks: Iterable[int], operation: str = "") -> None:
         f"{operation} must be called where all its ranks run, got a call within {region.what} at {call_site()}. Move "
         "it out of there, or pass a group whose ranks all run there."
     )
-
-
-def _check_collective(name: str, ranks: Sequence[int]) -> None:
-    check_all_run_here(ranks, operation=f"torch's {name}")
 
 
 def current_wait() -> TrackedWait | None:
