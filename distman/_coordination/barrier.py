@@ -1,4 +1,4 @@
-"""The barrier: ranks wait for each other over the store, and learn who did not come."""
+"""The barrier: ranks wait for each other over the store, and learn which did not arrive."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Barrier:
 
     def wait(self, timeout: float, locate: Locate | None) -> None:
         store, group = self.store_group.store, self.store_group
-        # Before it is counted: who waits may look for it.
+        # Before it is counted: ranks that wait may look for it.
         store.append(protocol.arrived(self.key), f"{group.rank},")
         until = time.monotonic() + timeout
         if not self._come(timeout) and not self._wait_for_outcome(until - time.monotonic()):
@@ -103,7 +103,7 @@ class _Barrier:
         )
 
     def _wait_for_answer(self, timeout: float, locate: Locate | None) -> None:
-        """Give up if this is the rank that looks who is missing, or wait for its answer.
+        """Give up if this is the rank that looks which are missing, or wait for its answer.
 
         If each looked, the store would be asked for the ranks that came by each of them.
         """
@@ -120,7 +120,7 @@ class _Barrier:
             was_complete = missing == []  # the last one may be on its way to be counted, or was interrupted there
 
     def _missing(self) -> list[int]:
-        """Return who has not come, by index."""
+        """Return which ranks have not arrived, by index."""
         found = read_at_once(self.store_group.store, protocol.arrived(self.key))
         if found is None:  # the last to leave has deleted it, while a watcher looks
             return []
@@ -130,7 +130,7 @@ class _Barrier:
     def _give_up(self, missing: Sequence[int], record: FailureRecord) -> None:
         """Let all that came know why, unless the last rank came at this moment."""
         store, outcome = self.store_group.store, json.dumps([list(missing), dataclasses.asdict(record)])
-        count(store, protocol.passages(self.key), _GIVEN_UP)  # first: who sees the outcome must see this too
+        count(store, protocol.passages(self.key), _GIVEN_UP)  # first: a rank that sees the outcome must see this too
         if decode_text(store.compare_set(protocol.outcome(self.key), "", outcome)) != outcome:
             count(store, protocol.passages(self.key), -_GIVEN_UP)
 

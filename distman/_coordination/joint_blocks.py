@@ -57,7 +57,7 @@ class JointBlocks:
 
     def _judge(self, error: Exception, what: str) -> None:
         """Return once it is known whether all ranks have raised; if not, the job has failed, and this rank with it."""
-        # The job has failed before, or who is missing has left it, so nobody waits; or the store is gone.
+        # The job has failed before, or the missing rank has left it, so nobody waits; or the store is gone.
         with contextlib.suppress(DistmanError, JobFailed, dist.DistError):
             key = self._keys.next()
             self._group.store.append(protocol.arrived(key), f"{self._group.rank},")
@@ -70,7 +70,7 @@ class JointBlocks:
                     return
 
     def _missing(self, key: str) -> list[int]:
-        """Return who has not raised, by index."""
+        """Return which ranks have not raised, by index."""
         raised = decode_text(self._group.store.get(protocol.arrived(key))).split(",")
         return [index for index in range(self._group.size) if str(index) not in raised]
 

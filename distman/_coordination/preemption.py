@@ -173,7 +173,7 @@ def requeue(environ: Mapping[str, str]) -> None:
 
 
 def _is_ending(name: str) -> bool:
-    """Return whether Slurm ends the job: who cancels it does not want it back, who preempts it queues it himself."""
+    """Return whether Slurm ends the job: one that is cancelled is not wanted back, one that is preempted is queued."""
     return bool(re.search(r"\bJobState=COMPLETING\b", _run(["scontrol", "show", "job", "--oneliner", name]).stdout))
 
 

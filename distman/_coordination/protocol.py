@@ -96,8 +96,8 @@ rank that is interrupted, or rank 0 writes it, all read it. The process of the s
 had joined."""
 
 VERDICT = "verdict"
-"""Who takes part, or what is wrong, compressed. Rank 0 writes it, the first one if two claim that rank, or the process
-of the store, if rank 0 ends before; all read it."""
+"""The ranks that take part, or what is wrong, compressed. Rank 0 writes it, the first one if two claim that rank, or
+the process of the store, if rank 0 ends before; all read it."""
 
 VERDICT_HEARD = "verdict heard"
 """Counter of processes that joined and know why the start failed. Each adds itself; the opener waits for it."""
@@ -132,14 +132,14 @@ verdict also a process that came too late, where the job may be made of two. The
 rank has left there for its end, unless left(rank) is set. All read it, and so does a process that finds the store: if
 the job has started, that is an earlier one."""
 
-CARETAKER = "caretaker"
+JOB_ENDER = "job ender"
 """The rank that finds out, after a failure, whether one that does nothing would keep the launcher waiting: the first
 one that knows of the failure and can look, the failing one perhaps."""
 
 
-def keeper(first_rank: int) -> str:
+def straggler_ender(first_rank: int) -> str:
     """The rank of a host that ends those which do not react to a failure: the first one that looks."""
-    return f"keeper {first_rank}"
+    return f"straggler ender {first_rank}"
 
 
 FAILURE_SEEN = "failure seen"

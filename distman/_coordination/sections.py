@@ -36,7 +36,7 @@ class ExclusiveSection:
     store_group: StoreGroup
     key: str  # where they meet in the store
     what: str  # for messages, the same on all ranks
-    awaited: Sequence[int]  # who must come to the end of it, by index
+    awaited: Sequence[int]  # which ranks must reach the end of it, by index
 
     def succeed(self) -> bool:
         """Say that this rank, one of those awaited, has done its part; return whether all have succeeded."""

@@ -90,7 +90,7 @@ def _leave_to_rank(signals: Sequence[int]) -> None:
     """Let this worker of a loader, just forked, live through the signals that ask for a stop while its rank lives.
 
     Slurm sends them to every process of a step, but it is the rank that saves, and it may need its workers until then.
-    It ends them by a SIGTERM of its own, which is told by who sent it.
+    It ends them by a SIGTERM of its own, which they know by its sender.
     """
     for number in signals:
         signal.signal(number, _ignore)  # unlike SIG_IGN, programs that the worker starts do not inherit it

@@ -52,7 +52,7 @@ class StoreGroup:
         return len(self.ranks)
 
     def describe(self, index: int) -> str:
-        """Return who one of them is, such as ``rank 2 (n1, pid 812)``."""
+        """Return one of them in words, such as ``rank 2 (n1, pid 812)``."""
         return str(self.peers[self.ranks[index]])
 
     def wait_until(
@@ -60,7 +60,7 @@ class StoreGroup:
         is_there: Callable[[], bool],
         *,
         place: str,  # what is waited at, for messages
-        awaited: Callable[[], Iterable[int]],  # who has yet to bring it, by index
+        awaited: Callable[[], Iterable[int]],  # which ranks have yet to bring it, by index
         key: str | None = None,  # what ``is_there`` looks for, if it is one key: the store tells when it comes
         timeout: float | None = None,  # seconds; None: as long as the job goes on
         tell: Callable[[FailureRecord], None] | None = None,  # tells all ranks that wait; ``is_there`` sees it

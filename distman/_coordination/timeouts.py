@@ -20,7 +20,7 @@ bound the end of the process."""
 
 _kept: list[_Thread] = []
 """Threads that are there before something fails: then memory may be out, or a limit of threads be reached. Where the
-interpreter has no memory for a thread that Linux has started, who starts it waits for ever."""
+interpreter has no memory for a thread that Linux has started, the thread that starts it waits for ever."""
 
 
 class _Thread:
@@ -44,7 +44,7 @@ class _Thread:
         work, is_done = task
         work()
         if self.is_kept:
-            _kept.append(self)  # before anyone is told, who may want a thread again
+            _kept.append(self)  # before the waiting thread hears of it, which may want a thread again
         is_done.set()
         return self.is_kept
 

@@ -154,7 +154,7 @@ class _Hook:
         is_fine = isinstance(status, int | None) and status in self.fine_codes
         if not (is_failing or is_fine):
             record = FailureRecord.of(sys.exc_info()[1] or error, -1)  # an error in hand is the reason
-            marks = vars(error)  # cleanup() notes there who is to be told
+            marks = vars(error)  # cleanup() notes there which ranks are to be told
             self.exits.append(weakref.ref(error, lambda _: self.tell_of_exit(record, marks)))
         elif is_failing:
             self.exits.append(weakref.ref(error, lambda _: self.leave()))

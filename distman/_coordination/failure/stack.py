@@ -93,7 +93,7 @@ def may_hold_lock(frame: FrameType | None) -> bool:
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames from a given one outwards; those of the process that this one was forked from are none."""
+    """Yield the frames from a given one outwards; without those of the process that this one was forked from."""
     while frame is not None and frame.f_code is not LAST_FRAME:
         yield frame
         frame = frame.f_back

@@ -46,13 +46,13 @@ def wait_until_known(store: TorchStore, num_others: int, seconds: float, is_over
 
 
 _UNREACHABLE_SHARE = 0.15
-"""Of the silence that a rank is allowed: 45 s by default, and who allows more for a bad network gets more."""
+"""Of the silence that a rank is allowed: 45 s by default, and more where more is allowed for a bad network."""
 
 _SHORTEST_UNREACHABLE = 5.0
 """Seconds; what is lost on the way is sent again within them several times."""
 
 _LARGEST_SHARE = 0.75
-"""Of the same: that a host does not answer has to be found before the silence of who runs there."""
+"""Of the same: that a host does not answer has to be found before the silence of the ranks there."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,33 +112,27 @@ def failure_behind(error: BaseException, operation: str = "a collective") -> Fai
     return watcher.explain(error, operation)
 
 
-class _FailureFirst(logging.Filter):
-    """Raises the failure of the job in place of an error that a collective of torch is about to report of it.
+def _raise_failure_first(_: logging.LogRecord) -> bool:
+    """Raise the failure of the job in place of an error that a collective of torch is about to report of it.
 
     Such collectives break when another rank dies, often before its death is known.
     """
-
-    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 - the interface of logging
-        error = sys.exc_info()[1]
-        is_ours = current_wait() is not None  # a call of this package finds the cause itself
-        if error is None or is_ours:
-            return True
-        cause = failure_behind(error, "a collective of torch")
-        is_late = "timed out" in str(error).lower()  # which may have nothing to do with a rank that left
-        if cause is not None and not (cause.error_type == LEFT and is_late):
-            raise_failure(cause, error)
+    error = sys.exc_info()[1]
+    if error is None or current_wait() is not None:  # a call of this package finds the cause itself
         return True
-
-
-_FILTER = _FailureFirst()
+    cause = failure_behind(error, "a collective of torch")
+    is_late = "timed out" in str(error).lower()  # which may have nothing to do with a rank that left
+    if cause is not None and not (cause.error_type == LEFT and is_late):
+        raise_failure(cause, error)
+    return True
 
 
 def watch_collectives() -> None:
     """Let torch's collectives raise the failure of the job from now on, where one breaks them."""
-    collective_errors().addFilter(_FILTER)
+    collective_errors().addFilter(_raise_failure_first)
 
 
 @puts_back
 def leave_collectives_alone() -> None:
     """Let torch's collectives raise their own errors again."""
-    collective_errors().removeFilter(_FILTER)
+    collective_errors().removeFilter(_raise_failure_first)

@@ -42,7 +42,7 @@ def progress() -> dict[str, int]:
 class Refusal:
     """A call that one rank does not make."""
 
-    rank: int  # who refuses
+    rank: int  # the one that refuses
     ranks: tuple[int, ...]  # the members of the group
     group: str  # the name of its process group
     call: int  # its number in the group
@@ -88,7 +88,7 @@ class RefusalWatch:
     def _read(self, store: TorchStore) -> None:
         numbers = (read_at_once(store, protocol.REFUSALS) or "").split(",")[:-1]
         for number in numbers[self._num_seen :]:
-            # Who asked may have given up.
+            # The rank that asked may have given up.
             refusal = decode_at_once(store, protocol.refusal(int(number)), Refusal, "a refusal")
             if refusal is not None and self._rank in refusal.ranks and self._rank != refusal.rank:
                 self._open[int(number)] = refusal

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 60.0  # seconds for handlers elsewhere, of which nobody knows; they get as long as work in the background
 _SLACK = 1.0  # seconds beside those in which others may learn of the failure
-_PAUSE = 0.1  # seconds between two looks who is still there: short beside what a program needs to end
+_PAUSE = 0.1  # seconds between two looks which ranks are still there: short beside what a program needs to end
 
 
 def end_job_without_stragglers(
@@ -44,7 +44,7 @@ def end_job_without_stragglers(
     limit, has_looked = _SLACK + 2 * late_after(len(context.peers)), threading.Event()
 
     def look() -> None:
-        if is_first(context.store, protocol.CARETAKER, context.rank) and job.find_stragglers(context.store):
+        if is_first(context.store, protocol.JOB_ENDER, context.rank) and job.find_stragglers(context.store):
             hook.end_job_at_exit(job.end_without_stragglers)
         has_looked.set()
 
@@ -88,15 +88,15 @@ class FailedJob:
         self._addresses: dict[int, bytes] = {}
 
     def find_stragglers(self, store: TorchStore) -> bool:
-        """Find out who does not react, and where the others are; return whether there is anyone to wait for."""
+        """Find out which ranks do not react, and where the others are; return whether there is one to wait for."""
         self._late = _unaware(store, set(self._others) - {self._failed}, late_after(self._size))
-        is_anyone = bool(self._silent or self._late or self._is_awaited)
-        if is_anyone:
+        is_one = bool(self._silent or self._late or self._is_awaited)
+        if is_one:
             for rank in self._others:
                 place = protocol.peer_address(rank)
                 if store.check([place]) and not store.check([protocol.left(rank)]):
                     self._addresses[rank] = store.get(place)
-        return is_anyone
+        return is_one
 
     def end_without_stragglers(self) -> None:
         """End the job once all others have ended or left it, if one is there that does nothing."""
@@ -158,7 +158,7 @@ def end_stragglers_here(context: WatchContext, record: FailureRecord, seconds: f
                 os.kill(mate.pid, signal.SIGKILL)
 
     def look() -> None:
-        key = protocol.keeper(min(context.mates))
+        key = protocol.straggler_ender(min(context.mates))
         if unaware(late_after(size)) and is_first(job_store, key, context.rank):
             hook.end_job_at_exit(end)
 

@@ -180,7 +180,7 @@ def test_the_first_that_asks_looks_after_the_others(store, actions, alive):
 
 def test_where_the_store_itself_is_silent_it_is_done_unseen(store, actions, monkeypatch):
     """Another rank may have been asked to, but nobody can say so."""
-    store.set(protocol.CARETAKER, "0")
+    store.set(protocol.JOB_ENDER, "0")
     monkeypatch.setattr(stragglers, "run_with_timeout", lambda *_: False)
     watcher = watcher_of(store, 3)
     watcher.look_after_others(SILENT)
