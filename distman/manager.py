@@ -23,7 +23,7 @@ from distman._coordination import protocol, tracking
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
 from distman._coordination.failure.pending_work import complete_all
-from distman._coordination.failure.process_end import call_before_it_is_printed, error_that_ends_process
+from distman._coordination.failure.stack import call_before_it_is_printed, error_that_ends_process
 from distman._coordination.monitor.current_watcher import failure_behind, note_raised, raise_if_failed
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.signal_names import stop_signals

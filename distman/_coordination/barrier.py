@@ -13,7 +13,6 @@ from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import (
-    MalformedMessageError,
     count,
     decode,
     decode_text,
@@ -21,7 +20,6 @@ from distman._coordination.messages import (
     no_counter,
     read_at_once,
 )
-from distman._coordination.monitor.current_watcher import has_failed
 from distman._coordination.sync import StoreGroup
 from distman._store.connection import InvalidRequestError
 from distman.errors import BarrierTimeoutError
@@ -69,10 +67,6 @@ class _Barrier:
         passages = count(store, protocol.passages(self.key), 1)
         if passages <= 0:
             self._raise_if_given_up()
-        elif passages <= group.size:  # nobody leaves before all have come
-            raise MalformedMessageError(f"the outcome of {self.key}", "it was there before all ranks had come")
-        elif passages > 2 * group.size:
-            raise MalformedMessageError(f"the counter of {self.key}", "it has counted more ranks than there are")
         elif passages == 2 * group.size:
             keys = (protocol.arrived, protocol.outcome, protocol.passages, protocol.late)
             store.delete_keys([key(self.key) for key in keys])
@@ -81,9 +75,6 @@ class _Barrier:
         """Be counted as come, and return whether there is an outcome; the store tells it, in the same call."""
         store, group = self.store_group.store, self.store_group
         passages, outcome = protocol.passages(self.key), protocol.outcome(self.key)
-        if has_failed():
-            has_all = count(store, passages, 1) == group.size
-            return has_all and bool(store.compare_set(outcome, "", _OPEN))
         try:
             store.arrive(passages, group.size, (outcome, _OPEN), min(timeout, group.look_around_every))
         except InvalidRequestError as error:

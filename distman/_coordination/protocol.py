@@ -13,8 +13,8 @@ package, but no other module spells a key out. The life of a job, as one rank se
     started       ->  STARTED +1, the process group is up   ->  a rank that leaves early waits for all to have started
      |
     work          ->  beat(rank), peer_address(rank)        ->  the rank before watches the first
-     |  ^             NEWS +1: look at FAILURE, query(n) and CLOSING, which every watcher does at its next look
-     |  |         <-> query(n), answer(n, rank)             <-> a rank that waits too long asks where the others are
+     |  ^             NEWS +1: look at FAILURE, queries and CLOSING, which every watcher does at its next look
+     |  |         <-> queries(rank), answer(n, rank)         <-> a rank that waits too long asks where the others are
      |  +-----------  keys of operations: barriers, consensus, sections, stops
      |
      +- fails     ->  FAILURE (the first one counts), NEWS  ->  each raises it, FAILURE_SEEN +1
@@ -187,18 +187,15 @@ more."""
 QUERY_NUMBERS = "query numbers"
 """Counter that numbers the queries."""
 
-QUERIES = "queries"
-"""List of the queries. A rank that asks appends one that is written; watchers answer those they have not seen."""
+
+def queries(rank: int) -> str:
+    """List of the queries where this rank is. Each rank that asks appends one; its watcher answers the new ones."""
+    return f"queries {rank}"
 
 
 def answered(number: int) -> str:
     """Counter of ranks that answered a query. The rank that asked waits for all of them, and deletes it."""
     return f"answered {number}"
-
-
-def query(number: int) -> str:
-    """Ranks that are asked for their stacks. The rank that asks writes it, and deletes it when it waits no longer."""
-    return f"query {number}"
 
 
 def answer(number: int, rank: int) -> str:

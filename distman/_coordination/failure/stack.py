@@ -23,6 +23,11 @@ _BRIEF = {"_frozen_importlib", "contextlib", "importlib", "logging", "queue", "t
 LAST_FRAME = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]  # typeshed lacks it
 """Code of the function that runs a process of ``multiprocessing``, whichever way it was started."""
 
+_TOOLS = (3, 4, 5)
+"""Numbers under which Python monitors, first those that belong to nobody; a debugger and others have lower ones."""
+
+_NAME = "distman"
+
 _MAX_CHAINED = 100  # errors that are looked through for one: a chain may be a ring
 
 _GET_CONTEXT = vars(BaseException)["__context__"].__get__  # a program's class may have properties of these names
@@ -83,6 +88,31 @@ def is_program_over() -> bool:
     """Return whether the main program has ended; its threads, exit handlers and destructors may still run."""
     is_joining = getattr(threading, "_SHUTTING_DOWN", False)  # pools, while it still says that the main thread lives
     return is_joining or not threading.main_thread().is_alive()
+
+
+def error_that_ends_process() -> BaseException | None:
+    """Return the exception that is ending this process, if one is; one that its parent was handling does not."""
+    error = sys.exc_info()[1]
+    trace = error.__traceback__ if error is not None else None
+    return error if trace is not None and trace.tb_frame.f_code is LAST_FRAME else None
+
+
+def call_before_it_is_printed(action: Callable[[], object]) -> None:
+    """Let something be called, perhaps several times, while Python handles the exception that ends this process.
+
+    Before Python 3.13 nothing need be called, since finalizers are, before the error is printed. From then on they are
+    when it has been forgotten, and after the program's threads, which may wait for the others. So the lines of that
+    one function, which is under way, are monitored, unless other tools have taken all numbers.
+    """
+    if sys.version_info >= (3, 13):
+        monitoring = sys.monitoring
+        tool = next((tool for tool in _TOOLS if monitoring.get_tool(tool) in (None, _NAME)), None)
+        if tool is None:
+            return
+        if monitoring.get_tool(tool) is None:  # else forked from a process that did this
+            monitoring.use_tool_id(tool, _NAME)
+        monitoring.register_callback(tool, monitoring.events.LINE, lambda *_: action())
+        monitoring.set_local_events(tool, LAST_FRAME, monitoring.events.LINE)
 
 
 def may_hold_lock(frame: FrameType | None) -> bool:

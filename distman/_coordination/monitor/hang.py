@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _PAUSE = 0.01  # seconds between two looks for answers, which take a fifth of a second
 _MAX_STACKS = 100_000  # characters: some hundred threads, in one message to the store
 _MAX_NAMED = 4  # ranks that are named in full in one line of the log
-_MAX_OPEN = 100  # queries, the newest ones, that are looked at: each asks once, and older ones are over
 
 Key = TypeVar("Key")
 
@@ -62,15 +61,12 @@ class StackQueries:
     def ask(self, ranks: Sequence[int], timeout: float) -> dict[int, Answer]:
         """Return where these ranks are, as far as they answer."""
         number = count(self.store, protocol.QUERY_NUMBERS, 1)
-        self.store.set(protocol.query(number), json.dumps(list(ranks)))
-        # Listed once it is there: a watcher that another query wakes looks at it once.
-        self.store.append(protocol.QUERIES, f"{number},")
+        for rank in ranks:
+            self.store.append(protocol.queries(rank), f"{number},")
         count(self.store, protocol.NEWS, 1)
         until = time.monotonic() + timeout
         while count(self.store, protocol.answered(number)) < len(ranks) and time.monotonic() < until:
             time.sleep(_PAUSE)
-        self.store.delete_key(protocol.answered(number))
-        self.store.delete_key(protocol.query(number))
         answers: dict[int, Answer] = {}
         for rank in ranks:
             key = protocol.answer(number, rank)
@@ -78,16 +74,15 @@ class StackQueries:
             if answer is not None:
                 answers[rank] = answer
                 self.store.delete_key(key)
+        self.store.delete_key(protocol.answered(number))
         return answers
 
     def answer(self) -> None:
         """Answer the queries that are new."""
-        numbers = (read_at_once(self.store, protocol.QUERIES) or "").split(",")[:-1]
-        for number in map(int, numbers[max(self.num_seen, len(numbers) - _MAX_OPEN) :]):
-            asked = decode_at_once(self.store, protocol.query(number), list[int], "a query")
-            if asked is not None and self.rank in asked:  # else the asking rank may have given up just now
-                self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
-                count(self.store, protocol.answered(number), 1)
+        numbers = (read_at_once(self.store, protocol.queries(self.rank)) or "").split(",")[:-1]
+        for number in map(int, numbers[self.num_seen :]):
+            self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
+            count(self.store, protocol.answered(number), 1)
         self.num_seen = len(numbers)
 
 

@@ -79,37 +79,7 @@ def test_a_query_is_answered():
 
     answers, _ = at_once(ask, answer)
     assert "test_peer_monitor.py" in answers[1].stacks
-    assert not ranks.store.check([protocol.query(1)])
-
-
-class WakingStore(MemoryStore):
-    """A store in which a watcher looks for queries just before one is written, as another rank's query may wake it."""
-
-    watcher: StackQueries
-
-    def set(self, key, value):
-        if key == protocol.query(1):
-            self.watcher.answer()
-        super().set(key, value)
-
-
-def test_a_query_is_answered_by_a_watcher_that_woke_while_it_was_written():
-    store = WakingStore()
-    store.watcher = StackQueries(store, 1)
-    done = threading.Event()
-
-    def ask():
-        try:
-            return StackQueries(store, 0).ask([1], 5)
-        finally:
-            done.set()
-
-    def answer():
-        while not done.is_set():
-            store.watcher.answer()
-
-    answers, _ = at_once(ask, answer)
-    assert answers.keys() == {1}
+    assert not ranks.store.check([protocol.answer(1, 1)])
 
 
 class DeletingStore(MemoryStore):
@@ -129,8 +99,7 @@ def test_what_another_rank_deletes_meanwhile_is_not_waited_for():
     store = DeletingStore()
     store.set(protocol.beat(1), "1700000000.0 in barrier at train.py:3")
     assert read_sign(store, 1).endswith("in barrier at train.py:3")
-    store.set(protocol.query(1), "[1]")
-    store.append(protocol.QUERIES, "1,")
+    store.append(protocol.queries(1), "1,")
     StackQueries(store, 1).answer()
     assert store.add(protocol.answered(1), 0) == 1
 

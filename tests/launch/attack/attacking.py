@@ -27,11 +27,11 @@ IS_MARKED = "pickled"
 KEYS = {
     "verdict": protocol.VERDICT,
     "peer address": protocol.peer_address(1),
-    "queries": protocol.QUERIES,
+    "queries": protocol.queries(1),
     "failure": protocol.FAILURE,
     "news": protocol.NEWS,
     "stop": protocol.STOP,
-    "query": protocol.query(1),
+    "query": protocol.queries(0),
     "closing": protocol.CLOSING,
 }
 NOTICE = FailureRecord(1, "n1", 1, "ValueError", "forged \x1b[2J").to_json()
