@@ -79,7 +79,6 @@ class StoreGroup:
                 is_over = timeout is not None and now > began + timeout
                 if is_over or now > look_around:
                     self._check_job(is_there)
-                    _raise_if_mismatched()
                     left = departures.find(now)
                     if left is not None and not is_there():
                         if tell is None:
@@ -111,17 +110,13 @@ class StoreGroup:
             wait.store_wait = before
 
     def _check_job(self, is_there: Callable[[], bool]) -> None:
-        """Raise the failure, if the job has failed, be it this rank's own: the others do not come any more."""
-        record = FailureRecord.read(self.job_store)
+        """Raise the failure, if the job has failed, be it this rank's own, or that the others wait elsewhere."""
+        record, wait = FailureRecord.read(self.job_store), current_wait()
         if record is not None and not is_there():
             let_others_hear_first()
             raise record.to_failure()
-
-
-def _raise_if_mismatched() -> None:
-    wait = current_wait()
-    if wait is not None and wait.mismatch:
-        raise PlanMismatchError(wait.mismatch)
+        if wait is not None and wait.mismatch:
+            raise PlanMismatchError(wait.mismatch)
 
 
 class _Departures:

@@ -8,15 +8,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, TracebackType
 
 from distman._base.process_state import puts_back
 from distman._coordination.internal_files import internal_folders, is_of_user
 from distman._coordination.monitor.calls import Call, StoreWait
-from distman._coordination.region_guard import RegionGuard
 from distman._coordination.timeouts import is_idle
-from distman._torch_internals import enter_regions, leave_all_regions, regions
+from distman._torch_internals import CollectiveGuard, enter_regions, leave_all_regions, regions
 from distman.errors import DistmanError
 
 _MAKING_GUARD = threading.Lock()
@@ -31,6 +30,37 @@ _NOBODY = -1
 
 _last = ""
 _is_threaded = False
+
+
+class RegionGuard:
+    """Asks before each of torch's collectives that is started in a region; new threads inherit regions."""
+
+    def __init__(self, check: Callable[[str, Sequence[int]], None]) -> None:
+        self._collectives = CollectiveGuard(check)
+        self._start = start = threading.Thread.start
+
+        def start_in_regions(thread: threading.Thread) -> None:
+            inherited, run = regions(), thread.run
+
+            def run_in_regions() -> None:
+                leave = enter_regions(inherited)
+                try:
+                    run()
+                finally:
+                    leave()
+
+            if inherited:
+                thread.run = run_in_regions  # type: ignore[method-assign]
+            start(thread)
+
+        self._start_in_regions = start_in_regions
+        threading.Thread.start = start_in_regions  # type: ignore[assignment,method-assign]
+
+    def remove(self) -> None:
+        """Put torch and threads back."""
+        self._collectives.remove()
+        if threading.Thread.start is self._start_in_regions:  # else someone has wrapped it, and it does no harm
+            threading.Thread.start = self._start  # type: ignore[method-assign]
 
 
 class TrackedWait:

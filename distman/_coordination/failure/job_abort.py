@@ -47,17 +47,15 @@ def abort_job_after(
     """
     if environment.world_size == 1:
         return
-    actions: list[Callable[[], None]] = []
-    if isinstance(error, JobFailed) and error.error_type == SILENT and is_beside:
-        actions.append(functools.partial(_end_if_stopped, error.pid))
+    is_silent = isinstance(error, JobFailed) and error.error_type == SILENT
+    if isinstance(error, JobFailed) and is_silent and is_beside:
+        hook.end_job_at_exit(functools.partial(_end_if_stopped, error.pid))
     launcher = LAUNCHERS[environment.launcher]
     if launcher.on_failure is OnFailure.NEEDS_ABORT:
-        actions.append(_abort)
-    elif launcher.cancel_command and _leaves_a_rank_behind(error):
+        hook.end_job_at_exit(_abort)
+    elif launcher.cancel_command and (is_silent or isinstance(error, RendezvousError)):
         grace = _GRACE + seconds_before_turn(environment.rank, environment.world_size)
-        actions.append(functools.partial(_cancel, launcher.cancel_command, grace))
-    for action in actions:
-        hook.end_job_at_exit(action)
+        hook.end_job_at_exit(functools.partial(_cancel, launcher.cancel_command, grace))
 
 
 def ending_of(environment: LaunchEnvironment) -> Callable[[], None] | None:
@@ -78,10 +76,6 @@ def seconds_before_turn(rank: int, world_size: int) -> float:
     """
     is_early = rank & (rank - 1) == 0
     return _TURN * (rank.bit_length() if is_early else world_size.bit_length() + 1)
-
-
-def _leaves_a_rank_behind(error: BaseException) -> bool:
-    return isinstance(error, RendezvousError) or (isinstance(error, JobFailed) and error.error_type == SILENT)
 
 
 def _end_if_stopped(pid: int) -> None:
@@ -118,4 +112,4 @@ def _cancel(cancel_command: Callable[[Mapping[str, str]], Sequence[str]], grace:
     try:
         subprocess.run(command, check=False, timeout=_PATIENCE)
     except (OSError, subprocess.TimeoutExpired) as error:
-        hook.write(f"distman: a rank is left behind: {error}. End it: {shlex.join(command)}")
+        hook.write(f"distman: a rank still runs: {error}. End it: {shlex.join(command)}")

@@ -95,7 +95,9 @@ class Watcher:
         self._is_stopping = threading.Event()
         self._is_program_done = threading.Event()
         self._abort_job = abort_job
-        self._interruption = Interruption(self._announce, self._end_with, self._is_program_done, limits.patience)
+        self._interruption = Interruption(
+            lambda record: hook.announce(record, context.rank), self._end_with, self._is_program_done, limits.patience
+        )
         self._presence: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
 
@@ -273,9 +275,6 @@ class Watcher:
         with contextlib.suppress(dist.DistError):  # the store is gone, and the watcher will say so
             record.publish(self.store)
             count(self.store, protocol.NEWS, 1)
-
-    def _announce(self, record: FailureRecord) -> None:
-        hook.announce(record, self.rank)
 
     def _end_with(self, error: BaseException) -> None:
         """Leave word of why this process ends, and make the launcher end the job; the end itself would count else."""
