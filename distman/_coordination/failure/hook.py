@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from distman._base.process_state import puts_back
-from distman._coordination.failure.delivery import Delivery
+from distman._coordination.failure.delivery import Delivery, Stage
 from distman._coordination.failure.error_file import is_shown_by_starter, write_error_file
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.failure.record import FailureRecord
@@ -173,11 +173,11 @@ class _Hook:
     def leave(self) -> None:
         if sys._getframe(1).f_back is None:
             for delivery in self.deliveries:
-                delivery.has_left = True
+                delivery.leave()
 
     def unsurvived(self) -> Delivery | None:
         """Return the failure of another rank that the program has not said to survive."""
-        return next((one for one in self.deliveries if not one.is_survived), None)
+        return next((one for one in self.deliveries if one.stage is not Stage.SURVIVED), None)
 
     def report_unsurvived(self) -> None:
         """Let the process end with an error unless its program survives another rank's failure."""
@@ -185,7 +185,7 @@ class _Hook:
             delivery.settle()
         failed = self.unsurvived()
         if failed is not None and not self.has_failed and os.getpid() == self.pid:
-            if not failed.has_left:
+            if failed.stage is not Stage.LEFT:
                 end_with(JobFailed.EXIT_CODE)
             self.tell(failed.record.to_failure())
 
@@ -376,7 +376,8 @@ def has_failed() -> bool:
 def require_end(delivery: Delivery) -> None:
     """Let the process end with an error unless its program survives a failure."""
     if _hook is not None:
-        delivery.is_survived = any(map(delivery.record.is_told_by, _hook.survived))
+        if any(map(delivery.record.is_told_by, _hook.survived)):
+            delivery.stage = Stage.SURVIVED
         _hook.deliveries.append(delivery)
         _hook.bound_end(JobFailed.EXIT_CODE)
         if multiprocessing.process.parent_process() is not None:  # before Python 3.13 no exit handler
@@ -399,7 +400,8 @@ def survive(error: JobFailed) -> None:
     if _hook is not None:
         _hook.survived.append(FailureRecord.of(error, error.rank).to_failure())
         for delivery in _hook.deliveries:
-            delivery.is_survived |= delivery.record.is_told_by(error)
+            if delivery.record.is_told_by(error):
+                delivery.stage = Stage.SURVIVED
 
 
 def announce(record: FailureRecord, rank: int) -> None:

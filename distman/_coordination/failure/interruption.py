@@ -135,7 +135,7 @@ class Interruption:
         return min(self._patience.between_looks * (1 + delivery.num_swallowed), _LONGEST_PAUSE)
 
     def _is_done(self, delivery: Delivery) -> bool:
-        is_ending = delivery.is_survived or delivery.has_left or is_program_over()
+        is_ending = delivery.is_over or is_program_over()
         return is_ending or self._is_over.is_set() or hook.has_failed()
 
     def _interrupt(self) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 import h5py
 import pytest
 
+from distman._coordination.failure.delivery import Stage
 from distman._coordination.failure.interruption import Interruption, Patience
 from distman.errors import JobFailed
 
@@ -56,7 +57,7 @@ def test_a_test_that_fails_by_it_fails_no_other_test():
         with pytest.raises(JobFailed, match=r"rank 1 .* raised ValueError: boom"):
             wait_for_it(thread)
         thread.join(60)
-        assert interruption._delivery.is_survived
+        assert interruption._delivery.stage is Stage.SURVIVED
 
 
 def test_a_job_that_was_left_in_another_thread_leaves_nothing_but_the_first_handler():

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from distman._coordination import protocol
+from distman._coordination.failure.delivery import Stage
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import WatchContext, WatchLimits
@@ -109,7 +110,7 @@ def test_that_a_rank_left_too_early_is_raised_again_where_it_is_swallowed():
     with contextlib.suppress(JobFailed):
         watcher.note(error)
         raise error
-    watcher._interruption._delivery._is_shown = False  # as in a program that no test runs
+    watcher._interruption._delivery.stage = Stage.RAISED  # as in a program that no test runs
     del error
     with pytest.raises(JobFailed, match="left the job before it came to barrier 0"):
         threading.Event().wait(60)
