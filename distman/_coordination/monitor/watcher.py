@@ -65,11 +65,10 @@ class Watcher:
 
     :meth:`stop` ends its looks in any state::
 
-        WATCHING -- a rank has failed --> KNOWN -- the others have had the time to read of it, where the store may end
-           |                                |      with this process --> DELIVERED: the program hears of it
-           |
-           |-- the program has left the job --> LEFT: a failure is only noted
-           +-- the rank that holds the store closes it --> CLOSED: nobody can be watched any more
+        WATCHING --> KNOWN --> DELIVERED   a rank has failed: the other ranks hear of it first, where the store may end
+            |                              with this process, and then the program does
+            +------> LEFT                  the program has left the job: a failure is only noted
+            +------> CLOSED                the rank that holds the store closes it: nobody can be watched any more
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class Watcher:
     def learn(self, record: FailureRecord) -> None:
         """Take note of a failure on record that the program, which leaves the job, may not have heard of."""
         if self.record is None and record.rank != self.rank:
-            self.record = record
+            self.record, self.state = record, State.DELIVERED
             self._interruption.deliver(record)
 
     def stop(self) -> None:
