@@ -8,7 +8,6 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -36,7 +35,6 @@ from distman._job.meeting.join_record import JoinRecord
 from distman._job.meeting.peers import complete
 from distman._job.meeting.secret import check_adoption
 from distman._job.meeting.store import ADOPTED, keep_store, open_beside
-from distman._job.strangers import meets_on_this_host, noticed
 from distman._job.walls import within_rendezvous
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import (
@@ -232,8 +230,7 @@ def _make_process_group(job: Job, store: TorchStore, url: str) -> None:
         stay_on_this_host()
     elif job.peer.num_nodes > 1:
         choose_interface(_other_hosts(job, url))
-    watched = noticed("the group of all ranks", job.world_size - 1) if meets_on_this_host(job) else nullcontext()
-    with counting_no_failed_group(), watched, meeting_in_few_calls():
+    with counting_no_failed_group(), meeting_in_few_calls():
         if job.peer.num_nodes == 1:
             _init_process_group(job, store)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -29,7 +28,6 @@ from distman._job.device import is_pure_gloo
 from distman._job.group_end import end_groups
 from distman._job.groups.hosts import Neighbours, partitions_by_host, warn_of_crossing
 from distman._job.job import Job
-from distman._job.strangers import meets_on_this_host, noticed
 from distman._store.connection import GaveUpError
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import (
@@ -342,15 +340,14 @@ class Groups:
         job = self._job
         if job.backend is None:
             return self._group(name, ranks, None)
-        with noticed(f"group {name!r}", len(ranks) - 1) if meets_on_this_host(job) else contextlib.nullcontext():
-            process_group = make_group(
-                ranks,
-                ranks.index(job.peer.rank),
-                name=f"distman/{key}",
-                description=name,
-                store=store,
-                timeout=timedelta(seconds=job.limits.collective),
-            )
+        process_group = make_group(
+            ranks,
+            ranks.index(job.peer.rank),
+            name=f"distman/{key}",
+            description=name,
+            store=store,
+            timeout=timedelta(seconds=job.limits.collective),
+        )
         if is_pure_gloo(dist.get_backend()):
             make_gloo_default(process_group)
         return replace(self._group(name, ranks, process_group), store=store)

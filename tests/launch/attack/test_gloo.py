@@ -1,4 +1,4 @@
-"""Another user of the host connects to gloo's listeners while a group is made: what it ends, and what is said of it."""
+"""Another user of the host connects to gloo's listeners while a group is made: what it ends, and what it does not."""
 
 import secrets
 from contextlib import ExitStack
@@ -7,12 +7,10 @@ import pytest
 
 from ..preloaded import PYTHON
 from ..processes import poll, start
-from .attacking import HERE, LIMIT, NOBODY, TRIES
+from .attacking import HERE, LIMIT, TRIES
 
 NUM_RANKS = 4
-TAKEN = f"A stranger took a connection of {{}}: a process of uid {NOBODY} on this host "
-REMEDY = "Run the job on nodes that no other user shares"
-PLACES = {"start": "the group of all ranks", "group": "group 'g'"}
+PLACES = ["start", "group"]
 
 
 def run_chased(scene, hosts, place, kind, at_each):
@@ -42,15 +40,6 @@ def start_ranks(stack, hosts, arguments, variables):
         stack.enter_context(start(command, env={**hosts.environment, **variables, "RANK": str(rank)}))
         for rank in range(NUM_RANKS)
     ]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_stranger_who_takes_a_connection_is_noticed(namespace_hosts, scene, place):
-    """The job ends on all ranks, at once, and says why and what to do."""
-    finished, _ = run_chased(scene, namespace_hosts, place, "number", NUM_RANKS)
-    assert {one.returncode for one in finished} <= {1, 76}  # its own error, or that of another rank
-    assert any(TAKEN.format(PLACES[place]) in one.stderr for one in finished)
-    assert any(REMEDY in one.stderr for one in finished)
 
 
 @pytest.mark.parametrize("place", PLACES)
