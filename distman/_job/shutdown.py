@@ -23,8 +23,8 @@ from distman._coordination.timeouts import run_with_timeout
 from distman._job.group_end import end_groups
 from distman._job.interface import forget_interface
 from distman._job.job import Job
+from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.join import Rendezvous
-from distman._job.meeting.store import JobStore
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import GLOO_THREADS
 

@@ -28,13 +28,12 @@ from distman._job.group_end import end_groups
 from distman._job.interface import choose_interface, forget_interface, stay_on_this_host
 from distman._job.job import Job, Limits, abort_job
 from distman._job.meeting import mpi
-from distman._job.meeting.address import UNREACHABLE_AFTER
-from distman._job.meeting.door import UNIX
-from distman._job.meeting.join import Rendezvous, join, join_at, join_record_of
+from distman._job.meeting.announced import ADOPTED, open_beside
+from distman._job.meeting.endpoint import UNIX, UNREACHABLE_AFTER
+from distman._job.meeting.join import Rendezvous, join, join_at, join_record_of, keep_store
 from distman._job.meeting.join_record import JoinRecord
 from distman._job.meeting.peers import complete
 from distman._job.meeting.secret import check_adoption
-from distman._job.meeting.store import ADOPTED, keep_store, open_beside
 from distman._job.walls import within_rendezvous
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import (
@@ -265,7 +264,7 @@ def _join_in_group(me: JoinRecord, limits: Limits, unreachable_after: float) -> 
         raise DistmanError("the default process group must exist to be adopted, got none. Create it first.")
     name = protocol.job(next(_adoptions.setdefault(group, itertools.count())))
     if me.world_size == 1:
-        job_store = keep_store()
+        job_store = keep_store(limits.rendezvous)
     else:
         job_store = open_beside(default_store(), name, me.rank, limits.rendezvous, unreachable_after)
     return join_at(job_store, me, timeout=limits.rendezvous, source=ADOPTED, environ=os.environ)

@@ -73,11 +73,10 @@ def _measure_store(num_ranks: int, num_hosts: int, seconds: float) -> None:
     from distman._coordination import protocol
     from distman._coordination.monitor.context import interval
     from distman._coordination.monitor.peer_monitor import _INTERVALS_PER_BEAT, give_sign, read_sign
-    from distman._job.meeting.address import Endpoint
-    from distman._job.meeting.store import open_store
+    from distman._job.meeting.places import AtPorts
 
-    point = Endpoint(f"benchmark-{os.getpid()}", ("127.0.0.1",), (), "the benchmark", is_host=True)
-    job_store = open_store(point, 0, 60)
+    point = AtPorts(f"benchmark-{os.getpid()}", ("127.0.0.1",), (), "the benchmark", is_host=True)
+    job_store = point.open(0, 60)
     store, server = job_store.store, job_store.store.client.store_pid
     looks, beats = num_hosts / interval(num_hosts), num_hosts / (_INTERVALS_PER_BEAT * interval(num_ranks))  # a second
     before, began = _seconds_of_process(server), time.perf_counter()

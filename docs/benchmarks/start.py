@@ -119,16 +119,16 @@ def meet(store: object, name: str, size: int) -> None:
 
 def measure_membership(num_ranks: int = 1024) -> None:
     """Time the membership check of simulated ranks, threads of some processes, with a real store on TCP."""
-    from distman._job.meeting.address import Endpoint, derive_ports
+    from distman._job.meeting.address import derive_ports
     from distman._job.meeting.join import allow_open_files
     from distman._job.meeting.join_record import JoinRecord, Origin
     from distman._job.meeting.membership import establish_membership
     from distman._job.meeting.peers import Peers
-    from distman._job.meeting.store import join_store, open_store
+    from distman._job.meeting.places import AtPorts
 
     allow_open_files(FILES_PER_RANK * num_ranks)
     name = f"benchmark-{os.getpid()}"
-    point = Endpoint(name, ("127.0.0.1",), derive_ports(name), "the benchmark", is_host=False)
+    point = AtPorts(name, ("127.0.0.1",), derive_ports(name), "the benchmark", is_host=False)
 
     origin = Origin.of_this_process()
 
@@ -154,7 +154,7 @@ def measure_membership(num_ranks: int = 1024) -> None:
         )
 
     def attend(rank: int, here: threading.Barrier) -> Peers:
-        job_store = open_store(point, 0, 60) if rank == 0 else join_store(point, rank, 60)
+        job_store = point.open(0, 60) if rank == 0 else point.find(rank, 60)
         stores.append(job_store)
         store = job_store.store.part("roll")
         here.wait()

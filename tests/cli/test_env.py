@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from distman._job.meeting import agent
+from distman._job.meeting import secret
 from distman.testing import fake_environment
 
 from ..environments.recordings import recorded
@@ -167,12 +167,12 @@ def test_under_torchrun_it_says_what_the_agents_are_open_to():
     """The run id is a UUID with --standalone; of any other one the variables do not tell."""
     standalone = recorded("torchrun-standalone")[0]
     shown, text = json_of(standalone), run(standalone).stdout
-    assert (agent.WARNING in shown["warnings"], shown["protected_by"]) == (True, None)
+    assert (secret.OPEN_AGENTS in shown["warnings"], shown["protected_by"]) == (True, None)
     assert "\nThe job is protected by nothing.\n" in text
     shown = json_of(standalone | {"TORCHELASTIC_RUN_ID": "none"})
-    assert agent.WARNING not in shown["warnings"]
+    assert secret.OPEN_AGENTS not in shown["warnings"]
     assert shown["protected_by"].startswith("the kernel, ")
-    assert shown["protected_by"].endswith(f", {agent.UNTOLD}")
+    assert shown["protected_by"].endswith(f", {secret.IF_STATIC}")
 
 
 def test_a_misspelt_name_does_not_show_the_secret():

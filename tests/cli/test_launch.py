@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from distman._cli import main
 from distman._cli.launch.command import job_id_in
 from distman._cli.launch.job_script import BACKENDS, JobRequest, read_time, render
-from distman._job.meeting.address import find_endpoint
+from distman._job.meeting.meeting import find_meeting
 from distman._job.meeting.secret import Source, find_protection
 from distman.environments import LaunchEnvironment, detect
 from distman.testing import fake_environment
@@ -212,8 +212,10 @@ def test_ranks_of_a_launcher_that_is_not_here_find_their_place(tmp_path, backend
     assert [(place.launcher, place.rank, place.world_size) for place in places] == [
         (launcher, rank, 4) for rank in range(4)
     ]
-    points = [find_endpoint(place, variables) for place, (variables, _) in zip(places, ranks, strict=True)]
-    assert [(point.addresses, point.is_host) for point in points] == [(("n1",), rank == 0) for rank in range(4)]
+    points = [find_meeting(place, variables) for place, (variables, _) in zip(places, ranks, strict=True)]
+    addresses = [getattr(meeting, "point", meeting).addresses for meeting in points]
+    assert addresses == [("n1",)] * 4
+    assert [meeting.is_host for meeting in points] == [True, False, False, False]
     assert {variables["OMP_NUM_THREADS"] for variables, _ in ranks} == {"8"}
     protections = {find_protection(place, variables) for place, (variables, _) in zip(places, ranks, strict=True)}
     assert [protection.source for protection in protections] == [Source.VARIABLE], "the same secret on all ranks"

@@ -9,7 +9,7 @@ import torch
 
 from distman import DistributedManager, RankFailedError
 from distman._coordination.messages import MalformedMessageError
-from distman._job.meeting.store import JobStore
+from distman._job.meeting.job_store import JobStore
 from distman.collectives import _objects, all_gather_objects, broadcast_data, gather_objects
 from distman.collectives._sealing import ForeignPickleError, Seal
 from distman.testing import ranks

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from distman._cli.diagnostics import diagnose
-from distman._job.meeting.address import find_endpoint
+from distman._job.meeting.meeting import find_meeting
 from distman.environments import (
     LAUNCHERS,
     Agent,
@@ -125,7 +125,7 @@ def test_no_record_is_asked_for_what_it_lacks(seed):
             with contextlib.suppress(LaunchEnvironmentError, RendezvousError):
                 environment = detect(environ, method).environment
                 diagnose(environ, environment, host())
-                find_endpoint(environment, environ)
+                find_meeting(environment, environ)
 
 
 @pytest.mark.parametrize("lacking", ["job_id", "num_nodes", "rank", "world_size"])
@@ -149,7 +149,7 @@ def test_an_agent_needs_an_address_and_a_port_that_the_launcher_gives():
     register_launcher(site(agent=AGENT))
     environ = {"SITE_RANK": "0", "SITE_WORLD_SIZE": "2", "SITE_AGENT": "1"}
     with pytest.raises(RendezvousError, match="main_address and main_port must be set under site, got None and None"):
-        find_endpoint(detect(environ).environment, environ)
+        find_meeting(detect(environ).environment, environ)
 
 
 def test_a_value_without_a_variable_is_told_by_its_own_name():

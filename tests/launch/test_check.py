@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distman._cli.check.proofs import PROOFS, PROOFS_OF_TORCH
-from distman._job.meeting import agent
+from distman._job.meeting import secret
 from distman._job.meeting.secret import Source
 
 from .mpi import without_words_of_prrte
@@ -52,8 +52,8 @@ def test_under_torchrun_without_a_static_rendezvous(preloaded_torchrun, options)
     """It and the start say so, whatever the kernel says of the ranks; nothing but the first two lines says the rest."""
     finished = preloaded_torchrun.run(*CHECK, ranks=2, options=options, timeout=LIMIT)
     assert finished.returncode == 0
-    assert finished.stderr == f"{agent.WARNING}\n"
-    assert f"warning: {agent.WARNING}" in " ".join(finished.stdout.split())
+    assert finished.stderr == f"{secret.OPEN_AGENTS}\n"
+    assert f"warning: {secret.OPEN_AGENTS}" in " ".join(finished.stdout.split())
     assert "protected by" not in finished.stdout
 
 

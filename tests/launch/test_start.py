@@ -103,7 +103,7 @@ FIRST_FAILS = """\
 import os, sys, time, torch.distributed as dist
 from distman import DistributedManager
 from distman._job import start
-from distman._job.meeting import join, store
+from distman._job.meeting import announced, join
 
 when, how, first = sys.argv[1:]
 
@@ -122,8 +122,8 @@ if rank != int(first):
 elif when in ("is awaited", "has told"):
     start.join_at = join.join_at = fail
 else:
-    store._open_anywhere = fail
-store._OPEN_LIMIT = 3.0
+    announced._open_anywhere = fail
+announced._OPEN_LIMIT = 3.0
 DistributedManager.initialize(rendezvous_timeout=6 if when == "is opening" else 600)
 """
 DIED = r"JobFailed: {who} died"
@@ -258,7 +258,7 @@ def tell_and_die(store, key, value, tell=dist.TCPStore.set):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def is_gone():
-    place = "n1", json.loads(Path("told").read_text())["told"]["port"]
+    place = "n1", json.loads(Path("told").read_text())["place"]["port"]
     try:
         socket.create_connection(place).close()
     except ConnectionRefusedError:

@@ -19,11 +19,10 @@ from distman._coordination.failure.error_file import write_error_file
 from distman._coordination.failure.job_abort import abort_job_after, ending_of
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.timeouts import begin
-from distman._job.meeting.address import Endpoint, find_endpoint
 from distman._job.meeting.ancestry import ancestors
-from distman._job.meeting.door import find_store
+from distman._job.meeting.endpoint import Endpoint
+from distman._job.meeting.meeting import find_meeting
 from distman._job.meeting.munge import DaemonError
-from distman._job.meeting.opening import start_or_enter
 from distman._job.meeting.secret import find_protection
 from distman._store.client import Client
 from distman._store.handshake import VISITOR
@@ -38,7 +37,7 @@ _PAUSE = 0.02
 
 
 def tell_of(error: BaseException) -> Callable[[], object]:
-    """Tell who concerns it that this process ends by an error, before its job is up, and return what is left to do."""
+    """Tell the other ranks that this process ends by an error, before its job is up, and return what is left to do."""
     if is_started_by_rank(os.environ):
         return lambda: None
     environment = detect(os.environ).environment
@@ -102,13 +101,12 @@ def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, p
     except DistmanError:
         return False
     try:
-        point = find_endpoint(environment, environ, protection.key)
-        if point is not None:
-            point = dataclasses.replace(point, protection=protection)
-            _tell_of(point, {**failure, "rank": environment.rank}, environment, patience)
+        meeting = find_meeting(environment, environ, protection)
+        if isinstance(meeting, Endpoint):
+            _tell_of(meeting, {**failure, "rank": environment.rank}, environment, patience)
     except DaemonError:
         return False
-    except (DistmanError, OSError):
+    except (ImportError, DistmanError, OSError):
         pass  # nobody waits, or nobody can be reached, and the traceback is printed already
     return True
 
@@ -118,17 +116,14 @@ def _tell_other_agents(
 ) -> None:
     """Tell the ranks of other hosts, whose agents do not end them with this one; it needs no secret, but torch."""
     with contextlib.suppress(ImportError, OSError, DistmanError):  # torch may be what failed
-        from distman._job.meeting.store import tell_agent
-
-        point = find_endpoint(environment, environ)
-        if point is not None:
-            tell_agent(point, json.dumps({**failure, "rank": environment.rank}), max(patience, _PAUSE))
+        meeting: Any = find_meeting(environment, environ)
+        meeting.leave_failure(json.dumps({**failure, "rank": environment.rank}), max(patience, _PAUSE))
 
 
 def _tell_of(point: Endpoint, failure: dict[str, Any], environment: LaunchEnvironment, patience: float) -> None:
     message = json.dumps(failure).encode()
     if not point.is_host:
-        _tell(find_store(point, environment.rank, patience, role=VISITOR), message)
+        _tell(point.find_client(environment.rank, patience, role=VISITOR), message)
     elif patience > 0:
         _hold_store(point, message, environment, patience)
 
@@ -145,7 +140,7 @@ def _tell(client: Client, failure: bytes) -> None:
 def _hold_store(point: Endpoint, failure: bytes, environment: LaunchEnvironment, patience: float) -> None:
     """Open the store that the others look for, and stay until all have been told."""
     until = time.monotonic() + patience
-    client, is_own = start_or_enter(point, environment.rank, patience, failure=failure)
+    client, is_own = point.start_or_enter(environment.rank, patience, failure=failure)
     if not is_own:
         _tell(client, failure)
         return

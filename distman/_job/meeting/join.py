@@ -17,15 +17,15 @@ from distman._coordination import protocol
 from distman._coordination.messages import get_ready_to_decode
 from distman._coordination.timeouts import keep_threads
 from distman._job.device import is_sharing_allowed, visible_devices
-from distman._job.meeting.address import Endpoint, find_endpoint
-from distman._job.meeting.agent import find_meeting
 from distman._job.meeting.ancestry import boot_id
+from distman._job.meeting.endpoint import nothing
+from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.join_record import JoinRecord, Origin
+from distman._job.meeting.meeting import find_meeting
 from distman._job.meeting.membership import establish_membership
-from distman._job.meeting.opening import nothing
 from distman._job.meeting.peers import Peers
-from distman._job.meeting.secret import Protection, Source, find_protection, learn_protection
-from distman._job.meeting.store import JobStore, keep_store, open_or_join, tell_over_mpi
+from distman._job.meeting.secret import Protection, Source, find_agents, find_protection, learn_protection
+from distman._store.memory import Memory
 from distman._store.server import descriptors_for
 from distman._store.torch_store import TorchStore
 from distman._version import VERSION
@@ -61,33 +61,30 @@ def join(
     # failure.
     allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
     is_alone = environment.world_size == 1
-    protection = None if is_alone else find_protection(environment, environ)
-    if environment.rank == 0:
-        _warn_of_strangers(protection, environment, environ)
-    secret = protection.key if protection is not None else None
-    point = None if is_alone else find_endpoint(environment, environ, secret)
-    me = join_record_of(environment, environ, device=device, backend=backend)  # first: if it fails, nobody waits here
-    if not is_alone and (environment.rank == 0 if point is None else point.is_host):
-        check_room(environment.world_size, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    if is_alone:
-        job_store, source = keep_store(), "the job has one rank, which meets nobody"
-    elif point is None:
-        source = "address and port from rank 0 over MPI"
-        point = Endpoint(environment.job_id or environment.launcher, (), (), source, is_host=environment.rank == 0)
-        point = dataclasses.replace(point, protection=protection, unreachable_after=unreachable_after)
-        job_store = tell_over_mpi(environment, point, timeout)
+    if is_alone:  # it has no door, but may have an agent
+        protection = Protection(Source.KERNEL, agents=find_agents(environment, environ))
     else:
-        point = dataclasses.replace(point, protection=protection, unreachable_after=unreachable_after)
-        job_store, source = open_or_join(point, environment.rank, timeout, _get_ready), point.source
+        protection = find_protection(environment, environ)
+    if environment.rank == 0:
+        for sentence in learn_protection(protection, environment, environ).warnings:
+            logger.warning(sentence)
+    meeting = None if is_alone else find_meeting(environment, environ, protection, unreachable_after)
+    me = join_record_of(environment, environ, device=device, backend=backend)  # first: if it fails, nobody waits here
+    source = "the job has one rank, which meets nobody" if meeting is None else meeting.source
+    if meeting is None:
+        job_store = keep_store(timeout)
+    elif meeting.is_host:
+        check_room(environment.world_size, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        job_store = meeting.open(environment.rank, timeout, _get_ready)
+    else:
+        _get_ready()
+        job_store = meeting.find(environment.rank, timeout)
     return join_at(job_store, me, timeout=timeout, source=source, environ=environ, on_meeting=on_meeting)
 
 
-def _warn_of_strangers(found: Protection | None, environment: LaunchEnvironment, environ: Mapping[str, str]) -> None:
-    """Say on rank 0 where strangers can run code as the user; a job of one rank has no door, but may have an agent."""
-    if found is None:
-        found = Protection(Source.KERNEL, meeting=find_meeting(environment, environ))
-    for sentence in learn_protection(found, environment, environ).warnings:
-        logger.warning(sentence)
+def keep_store(timeout: float) -> JobStore:
+    """Return the store of a job of one rank, which meets nobody."""
+    return JobStore(Memory(), "the memory of its only rank", timeout)
 
 
 def _get_ready() -> None:

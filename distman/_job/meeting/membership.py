@@ -33,9 +33,9 @@ from distman._coordination.messages import (
     unless_malformed,
 )
 from distman._coordination.timeouts import run_with_timeout
+from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.join_record import OWN_RANK, JoinRecord, describe_claim, is_mixed
 from distman._job.meeting.peers import Peers, complete, describe_missing, describe_present, find_faults
-from distman._job.meeting.store import JobStore
 from distman._store.torch_store import TorchStore
 from distman.errors import JobFailed, RendezvousError
 

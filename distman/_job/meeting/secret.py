@@ -13,9 +13,8 @@ import os
 import stat
 from collections.abc import Mapping
 
-from distman._job.meeting import agent, munge
-from distman._job.meeting.address import is_on_one_host, is_told_over_mpi
-from distman._job.meeting.agent import Meeting
+from distman._job.meeting import munge
+from distman._job.meeting.address import is_on_one_host, is_sent_over_mpi
 from distman._job.meeting.munge import CredentialError
 from distman._store.transport import is_nobody
 from distman.environments import LAUNCHERS, LaunchEnvironment
@@ -33,6 +32,15 @@ _PAYLOAD = b"distman door 1\0"  # a credential that the user had made for anothe
 
 _DRAW = 'export DISTMAN_SECRET="$(openssl rand -hex 32)"'
 
+_AGENT_PATIENCE = 3.0  # seconds for an answer of the launcher's agent, which serves its store on this host
+OPEN_AGENTS = (
+    "Nothing shows that the launcher's agents meet by a static rendezvous. By any other one (c10d, --standalone, or "
+    "torchrun on one node without --master-port) every user and host that reaches an agent's port can run code as you. "
+    "On one host, start the job with `distman run`; otherwise pass torchrun --rdzv-backend=static, --node-rank, "
+    "--master-addr and --master-port, and no UUID as --rdzv-id."
+)
+IF_STATIC = "if torchrun's rendezvous is static, which its variables do not tell; `distman check` finds out"
+
 
 class Source(enum.Enum):
     """Where the secret comes from, in words; of KERNEL and NONE, what there is instead."""
@@ -41,14 +49,22 @@ class Source(enum.Enum):
     FILE = f"the secret in the file that {_FILE_VARIABLE} names"
     KERNEL = "the kernel, which says whose process is at the other end: all ranks are on one host"
     MPI = "a secret that rank 0 draws and tells the others over MPI"
-    TOLD = "a secret that one rank draws and tells those that read the store of the process group"
+    GROUP = "a secret that one rank draws and tells those that read the store of the process group"
     MUNGE = "a secret that munge shows to processes of this user only"
     NONE = "nothing"
 
 
+class Agents(enum.Enum):
+    """How the launcher's agents meet: nothing in a static rendezvous is unpickled."""
+
+    STATIC = "static"
+    NOT_STATIC = "not static, or not known to be"
+    UNKNOWN = "not shown by the variables"
+
+
 @dataclasses.dataclass(frozen=True)
 class DoorSecret:
-    """What the process that opens the store needs."""
+    """What the process that opens the store needs, and what nothing shows."""
 
     key: bytes | None = dataclasses.field(repr=False)  # the secret; None where there is none
     # what it sends to everyone who comes, before any proof; empty but for munge
@@ -63,7 +79,7 @@ class Protection:
     key: bytes | None = dataclasses.field(default=None, repr=False)  # the secret, where every rank has it beforehand
     socket: str = ""  # that of the munge daemon, if it is asked
     lack: str = ""  # why there is no source, in words
-    meeting: Meeting | None = None  # of the launcher's agents, who start programs as the user; None where it has none
+    agents: Agents | None = None  # of the launcher, which start programs as the user; None where it has none
 
     @property
     def has_secret(self) -> bool:
@@ -82,7 +98,7 @@ class Protection:
             f"Nothing keeps other users out of this job: {self.lack}. Every user and host that reaches its hosts can "
             f"join it, and run code as you. In the job script, write {_DRAW}, or see the page on how the ranks meet."
         )
-        said = {open_job: self.source is Source.NONE, agent.WARNING: self.meeting is Meeting.NOT_STATIC}
+        said = {open_job: self.source is Source.NONE, OPEN_AGENTS: self.agents is Agents.NOT_STATIC}
         return tuple(sentence for sentence, is_true in said.items() if is_true)
 
     @property
@@ -90,11 +106,11 @@ class Protection:
         """What keeps strangers from running code as the user, in words; None where nothing does."""
         if self.warnings:
             return None
-        return f"{self.source.value}, {agent.UNTOLD}" if self.meeting is Meeting.UNTOLD else self.source.value
+        return f"{self.source.value}, {IF_STATIC}" if self.agents is Agents.UNKNOWN else self.source.value
 
     def draw(self, job_id: str) -> DoorSecret:
         """Return what the process that opens the store needs; it is drawn anew where nobody has it beforehand."""
-        if self.source not in (Source.MPI, Source.TOLD, Source.MUNGE):
+        if self.source not in (Source.MPI, Source.GROUP, Source.MUNGE):
             return DoorSecret(self.key)
         key = os.urandom(_KEY_BYTES)
         credential = munge.seal(_payload_of(job_id) + key, self.socket) if self.source is Source.MUNGE else b""
@@ -120,18 +136,46 @@ class Protection:
         return payload[len(expected) :]
 
 
+NO_PROTECTION = Protection(Source.NONE)
+
+
 def find_protection(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
     """Return what keeps others out of the job, as far as the variables tell."""
-    found = _find_source(environment, environ)
-    found = dataclasses.replace(found, meeting=agent.find_meeting(environment, environ))
+    found = dataclasses.replace(_find_source(environment, environ), agents=find_agents(environment, environ))
     return _checked_if_required(found, environ)
 
 
 def learn_protection(found: Protection, environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
     """Return what keeps others out of the job, after a look at what the variables do not tell. It takes torch."""
-    if found.meeting is Meeting.UNTOLD:
-        found = dataclasses.replace(found, meeting=agent.ask_agent(environment, environ))
+    if found.agents is Agents.UNKNOWN:
+        found = dataclasses.replace(found, agents=_ask_agent(environment, environ))
     return _checked_if_required(found, environ)
+
+
+def find_agents(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Agents | None:
+    """Return how the launcher's agents meet, as far as the variables tell; None where it has no agents."""
+    agent = LAUNCHERS[environment.launcher].agent
+    if agent is None:
+        return None
+    may_be_safe = agent.may_be_safe(environ, _launchers_job_id(environment, environ))
+    return Agents.UNKNOWN if may_be_safe else Agents.NOT_STATIC
+
+
+def _ask_agent(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Agents:
+    """Return how the launcher's agents meet, as the store of the one on the first host tells."""
+    from distman._torch_internals import is_static_rendezvous
+
+    if environment.main_address is None or environment.main_port is None or environment.node_rank is None:
+        return Agents.NOT_STATIC
+    place, job_id = (environment.main_address, environment.main_port), _launchers_job_id(environment, environ)
+    is_static = is_static_rendezvous(place, job_id, environment.node_rank, _AGENT_PATIENCE)
+    return Agents.STATIC if is_static else Agents.NOT_STATIC
+
+
+def _launchers_job_id(environment: LaunchEnvironment, environ: Mapping[str, str]) -> str:
+    """Return the job id of the launcher, whatever the user calls the job."""
+    names = LAUNCHERS[environment.launcher].fields.get("job_id", ())
+    return next((environ[name] for name in names if name in environ), "")
 
 
 def _find_source(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
@@ -151,8 +195,8 @@ def _checked_if_required(found: Protection, environ: Mapping[str, str]) -> Prote
             f"{_VARIABLE} must be a secret in this job, got {_REQUIRED!r} from the environment, and nothing protects "
             f"the job without one: {found.lack}. In the job script, write {_DRAW}."
         )
-    if found.meeting is Meeting.NOT_STATIC:
-        raise RendezvousError(f"{_VARIABLE} must not be {_REQUIRED!r} in a job with open agents. {agent.WARNING}")
+    if found.agents is Agents.NOT_STATIC:
+        raise RendezvousError(f"{_VARIABLE} must not be {_REQUIRED!r} in a job with open agents. {OPEN_AGENTS}")
     return found
 
 
@@ -177,7 +221,7 @@ def _without_variables(environment: LaunchEnvironment, environ: Mapping[str, str
                 f"uid {os.geteuid()}, which stands for all who have no number here. In the job script, write {_DRAW}."
             )
         return Protection(Source.KERNEL)
-    if is_told_over_mpi(environment, environ):
+    if is_sent_over_mpi(environment, environ):
         return Protection(Source.MPI)
     socket = munge.find_socket(environ) if LAUNCHERS[environment.launcher].uses_munge else None
     if socket is not None:

@@ -6,8 +6,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from distman._job.meeting import mpi
-from distman._job.meeting.address import derive_ports, find_endpoint
-from distman._job.meeting.door import url_of
+from distman._job.meeting.address import derive_ports
+from distman._job.meeting.announced import OverAgent, OverMpi
+from distman._job.meeting.endpoint import url_of
+from distman._job.meeting.meeting import find_meeting
+from distman._job.meeting.places import OnThisHost
 from distman.environments import detect
 from distman.errors import RendezvousError
 from distman.testing import fake_environment
@@ -15,7 +18,7 @@ from distman.testing import fake_environment
 
 def points(launcher, nodes=1, tasks=2, **variables):
     environs = [{**environ, **variables} for environ in fake_environment(launcher, nodes=nodes, tasks=tasks)]
-    return [find_endpoint(detect(environ).environment, environ) for environ in environs]
+    return [find_meeting(detect(environ).environment, environ) for environ in environs]
 
 
 def agreed(found):
@@ -36,9 +39,9 @@ def test_on_one_node_the_ranks_meet_without_any_address(launcher):
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_ranks_of_torchrun_ask_its_agent_on_several_nodes_only(nodes):
     found = points("torchrun", nodes=nodes)
-    assert agreed(found)[1:] == (("n1",), (29400,))
-    assert [point.is_host for point in found] == [True, False]
-    assert {(point.has_agent, point.is_on_one_host) for point in found} == {(nodes > 1, nodes == 1)}
+    assert {type(meeting) for meeting in found} == {OverAgent if nodes > 1 else OnThisHost}
+    assert agreed([meeting.point if nodes > 1 else meeting for meeting in found])[1:] == (("n1",), (29400,))
+    assert [meeting.is_host for meeting in found] == [True, False]
 
 
 def test_each_restart_of_torchrun_is_a_job_of_its_own():
@@ -53,10 +56,10 @@ def test_slurm_meets_on_the_first_node_of_the_step():
 
 def test_slurm_hosts_where_the_first_task_of_the_first_node_is():
     environ = fake_environment("slurm", nodes=2, tasks=2)[1] | {"SLURM_PROCID": "0", "SLURM_NODEID": "1"}
-    assert find_endpoint(detect(environ).environment, environ).is_host is False
+    assert find_meeting(detect(environ).environment, environ).is_host is False
     environ |= {"SLURM_PROCID": "1", "SLURM_NODEID": "0"}
-    point = find_endpoint(detect(environ).environment, environ)
-    assert (point.is_host, point.host) == (True, "the first task of the first node")
+    point = find_meeting(detect(environ).environment, environ)
+    assert (point.is_host, point.opener) == (True, "the first task of the first node")
 
 
 def test_two_steps_of_a_job_have_ports_of_their_own():
@@ -83,7 +86,7 @@ def test_an_address_of_ipv6_may_have_brackets_and_has_them_in_urls_alone(launche
 
 @pytest.mark.parametrize("address", ["::1", "[::1]"])
 def test_the_loopback_of_ipv6_means_one_host(address):
-    assert all(point.is_on_one_host for point in points("flux", nodes=1, tasks=2, MASTER_ADDR=address))
+    assert all(isinstance(point, OnThisHost) for point in points("flux", nodes=1, tasks=2, MASTER_ADDR=address))
 
 
 def test_an_address_alone_gets_a_derived_port():
@@ -93,13 +96,13 @@ def test_an_address_alone_gets_a_derived_port():
 
 @pytest.mark.parametrize("launcher", ["openmpi", "hydra", "mvapich", "pals"])
 def test_mpi_on_several_nodes_needs_a_broadcast(launcher):
-    assert points(launcher, nodes=2, tasks=4) == [None] * 4
+    assert [type(meeting) for meeting in points(launcher, nodes=2, tasks=4)] == [OverMpi] * 4
 
 
 def test_open_mpi_4_tells_the_node_of_mpirun_where_mpi4py_is_missing(monkeypatch):
     uri = {"OMPI_MCA_orte_hnp_uri": "7.0;tcp://10.0.0.9,192.168.0.9:3000"}
     monkeypatch.setattr(mpi, "is_installed", lambda: True)
-    assert points("openmpi", nodes=2, **uri) == [None, None]
+    assert [type(meeting) for meeting in points("openmpi", nodes=2, **uri)] == [OverMpi] * 2
     monkeypatch.setattr(mpi, "is_installed", lambda: False)
     assert agreed(points("openmpi", nodes=2, **uri))[1] == ("10.0.0.9",)
 

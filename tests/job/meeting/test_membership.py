@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from distman._coordination import messages, protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._job.meeting import door, early_failure, membership, opening, store
-from distman._job.meeting.address import Endpoint, find_endpoint
-from distman._job.meeting.door import find_store
+from distman._job.meeting import announced, early_failure, endpoint, membership
+from distman._job.meeting.announced import OverAgent
 from distman._job.meeting.early_failure import _tell
+from distman._job.meeting.job_store import JobStore
+from distman._job.meeting.meeting import find_meeting
 from distman._job.meeting.membership import establish_membership
-from distman._job.meeting.opening import start_or_enter
+from distman._job.meeting.places import AtPorts
 from distman._job.meeting.secret import Protection, Source
 from distman._job.meeting.sockets import bind_listener
-from distman._job.meeting.store import JobStore, join_store, open_or_join, open_store
 from distman._store.client import Client
 from distman._store.handshake import VISITOR, WATCHER
 from distman.environments import LaunchEnvironment, detect
@@ -37,7 +37,7 @@ from .join_records import join_record
 def point():
     with bind_listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-    return Endpoint(f"test-{port}", ("127.0.0.1",), (port,), "the test", is_host=True)
+    return AtPorts(f"test-{port}", ("127.0.0.1",), (port,), "the test", is_host=True)
 
 
 def attend(point, me, timeout=10.0, expected=None):
@@ -46,7 +46,7 @@ def attend(point, me, timeout=10.0, expected=None):
 
 
 def enter(point, me, timeout=10.0):
-    return open_store(point, 0, timeout) if me.rank == 0 else join_store(point, me.rank, timeout)
+    return point.open(0, timeout) if me.rank == 0 else point.find(me.rank, timeout)
 
 
 def take_part(job_store, me, timeout=10.0, expected=None):
@@ -129,7 +129,7 @@ def test_what_contradicts_is_told_at_once_whoever_else_is_missing(point, seed):
             time.sleep(0.01)
         while not all(future.done() for future in futures):  # the host stays for those who never come: be them
             with contextlib.suppress(RendezvousError, OSError):
-                client = find_store(point, 0, 0.1, role=VISITOR)
+                client = point.find_client(0, 0.1, role=VISITOR)
                 client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)
                 client.close()
     results = [future.exception() for future in futures]
@@ -149,7 +149,7 @@ def test_unlike_world_sizes_are_an_error_on_all(point):
 
 def test_who_opened_the_store_stays_until_all_know_what_is_wrong():
     store = MemoryStore()
-    host = JobStore(store, "the group's store", is_opened_here=True)
+    host = JobStore(store.client, "the group's store", 30.0, is_opened_here=True)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         future = pool.submit(take_part, host, join_record(0))
         part = dist.PrefixStore(protocol.job(), store)
@@ -165,7 +165,9 @@ def test_who_opened_the_store_stays_until_all_know_what_is_wrong():
 
 def test_who_is_interrupted_while_it_parts_is_counted_once_as_one_that_knows():
     store = MemoryStore()
-    part = membership._Membership(JobStore(store, "the store"), store, join_record(1), 10.0, "the test", {})
+    part = membership._Membership(
+        JobStore(store.client, "the store", 30.0), store, join_record(1), 10.0, "the test", {}
+    )
     with pytest.raises(RendezvousError, match="rank 0 is missing"):
         part.accept(membership._Verdict(error="rank 0 is missing"))
     part.is_over.set()
@@ -197,7 +199,7 @@ def test_a_rank_that_dies_while_others_are_awaited_is_named_at_once(point, dying
 @pytest.fixture
 def job_of_two(point):
     """A host and a call into its store, after ranks 0 and 1 have met there."""
-    host = open_store(point, 0, 10)
+    host = point.open(0, 10)
     store = host.store.part(protocol.job())
 
     def call(me):
@@ -225,13 +227,13 @@ def test_a_rank_that_comes_after_the_verdict_is_told_who_holds_its_place(job_of_
 
 def test_the_end_of_a_rank_that_came_after_the_verdict_harms_nobody(point, job_of_two):
     _, store = job_of_two
-    join_and_end(join_store(point, 1, 10), comes_later(1, 0))
+    join_and_end(point.find(1, 10), comes_later(1, 0))
     store.again(WATCHER).close()  # it comes after that end
     assert not store.check([protocol.FAILURE])
 
 
 def test_the_end_of_a_rank_that_gave_up_is_not_told_in_place_of_its_reason(point):
-    host = open_store(point, 0, 10)
+    host = point.open(0, 10)
     with pytest.raises(RendezvousError, match="missing: rank 0"):
         attend(point, join_record(1), timeout=0.1)
     store = host.store.part(protocol.job())
@@ -287,13 +289,13 @@ FAILURE = {
 def test_a_rank_that_failed_before_is_told_to_all_at_once(point, failure, message):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(attend, point, join_record(rank, 3), timeout=60.0) for rank in (0, 1)]
-        _tell(find_store(point, 2, 10, role=VISITOR), json.dumps(failure).encode())
+        _tell(point.find_client(2, 10, role=VISITOR), json.dumps(failure).encode())
         for future in futures:
             with pytest.raises(JobFailed, match=message):
                 future.result(timeout=10)
 
 
-@pytest.mark.parametrize("come", [lambda point: open_store(point, 0, 10), lambda point: join_store(point, 1, 10)])
+@pytest.mark.parametrize("come", [lambda point: point.open(0, 10), lambda point: point.find(1, 10)])
 def test_who_is_told_of_a_failure_by_a_store_that_ends_is_told_of_the_failure(point, come, monkeypatch):
     """And leaves no connection open."""
     clients = []
@@ -307,9 +309,8 @@ def test_who_is_told_of_a_failure_by_a_store_that_ends_is_told_of_the_failure(po
             os.kill(self.store_pid, signal.SIGKILL)
             return super().add(key, amount)
 
-    first, _ = start_or_enter(point, 2, 10, failure=json.dumps(FAILURE).encode())
-    for module in (door, opening):
-        monkeypatch.setattr(module, "Client", LostAtOnce)
+    first, _ = point.start_or_enter(2, 10, failure=json.dumps(FAILURE).encode())
+    monkeypatch.setattr(endpoint, "Client", LostAtOnce)
     with (
         contextlib.closing(first),
         pytest.raises(JobFailed, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"),
@@ -324,7 +325,7 @@ def test_whoever_fails_before_it_joins_is_told_to_all_whoever_opens_the_store(po
     """Under Slurm the first task of the first node opens the store, whatever its rank."""
 
     def come(rank):
-        entered = open_store(point, rank, 10) if rank == opener else join_store(point, rank, 10)
+        entered = point.open(rank, 10) if rank == opener else point.find(rank, 10)
         with contextlib.closing(entered) as job_store:
             return take_part(job_store, join_record(rank, 3), timeout=60.0)
 
@@ -345,7 +346,7 @@ def test_whoever_fails_before_it_joins_is_told_to_all_whoever_opens_the_store(po
 @pytest.mark.parametrize("is_first", [True, False])
 def test_who_fails_before_it_joins_is_heard_over_the_agent_on_another_host(rank, is_first, monkeypatch):
     """It needs no secret for that; rank 1 does not hear where to meet."""
-    monkeypatch.setattr(store, "_told_by_agent", itertools.count())
+    monkeypatch.setattr(announced, "_starts", itertools.count())
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {
         **{"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"},
@@ -353,11 +354,11 @@ def test_who_fails_before_it_joins_is_heard_over_the_agent_on_another_host(rank,
         **{"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_WORLD_SIZE": "3"},
         "DISTMAN_SECRET_FILE": "/nowhere",
     }
-    there = find_endpoint(detect(environ).environment, environ)
-    assert there.has_agent
+    there = find_meeting(detect(environ).environment, environ)
+    assert isinstance(there, OverAgent)
 
     def come():
-        with contextlib.closing(open_or_join(dataclasses.replace(there, is_host=rank == 0), rank, 60.0)) as job_store:
+        with contextlib.closing(there.open(0, 60.0) if rank == 0 else there.find(rank, 60.0)) as job_store:
             return take_part(job_store, join_record(rank, 2), timeout=60.0)
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -382,7 +383,7 @@ def test_rank_zero_says_who_has_another_secret_while_it_waits(point, monkeypatch
     )
     with contextlib.closing(enter(same, join_record(0, 2))) as job_store:
         with pytest.raises(RendezvousError, match="the job's secret"):
-            join_store(other, 1, 0.0)
+            other.find(1, 0.0)
         with pytest.raises(RendezvousError, match=r"have this job's secret, which 1 of those that came did not prove"):
             take_part(job_store, join_record(0, 2), timeout=0.5)
     assert "see that all started, and have this job's secret, which 1 of those that came did not prove" in caplog.text

@@ -7,10 +7,9 @@ import uuid
 
 import pytest
 
-from distman._job.meeting import agent, mpi, munge
-from distman._job.meeting.agent import Meeting
+from distman._job.meeting import mpi, munge, secret
 from distman._job.meeting.munge import CredentialError
-from distman._job.meeting.secret import Protection, Source, check_adoption, find_protection
+from distman._job.meeting.secret import Agents, Protection, Source, check_adoption, find_protection
 from distman._store import transport
 from distman.environments import LaunchEnvironment, detect
 from distman.errors import LaunchEnvironmentError, RendezvousError
@@ -41,8 +40,8 @@ def protections(launcher, nodes=1, tasks=4, **variables):
     return [find_protection(detect(environ).environment, environ) for environ in environs]
 
 
-def meeting_under(launcher):
-    return Meeting.UNTOLD if launcher == "torchrun" else None
+def agents_under(launcher):
+    return Agents.UNKNOWN if launcher == "torchrun" else None
 
 
 def agreed(found):
@@ -54,7 +53,7 @@ def agreed(found):
 @pytest.mark.parametrize("launcher", ["torchrun", *MPI, "jsrun", "flux", "slurm", "env"])
 def test_on_one_host_the_kernel_tells(launcher):
     variables = {"MASTER_ADDR": "localhost"} if launcher == "env" else {}
-    assert agreed(protections(launcher, **variables)) == Protection(Source.KERNEL, meeting=meeting_under(launcher))
+    assert agreed(protections(launcher, **variables)) == Protection(Source.KERNEL, agents=agents_under(launcher))
 
 
 def test_an_address_that_means_every_host_itself_does_not_make_it_one_host():
@@ -74,7 +73,7 @@ def test_agents_that_do_not_meet_statically_are_told_by_variables(variables, nod
     """A job that must be protected does not start under them, whatever its name and its own secret are."""
     variables |= {"DISTMAN_JOB_ID": "mine", "DISTMAN_SECRET": SECRET}
     found = agreed(protections("torchrun", nodes=nodes, **variables))
-    assert (found.warnings, found.protected_by) == ((agent.WARNING,), None)
+    assert (found.warnings, found.protected_by) == ((secret.OPEN_AGENTS,), None)
     with pytest.raises(RendezvousError, match="must not be 'required' in a job with open agents"):
         protections("torchrun", **variables | {"DISTMAN_SECRET": "required"})
 
@@ -105,7 +104,7 @@ def test_without_a_source_there_is_one_warning(launcher):
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_secret_of_the_users_stands_above_all(launcher, nodes):
     found = agreed(protections(launcher, nodes=nodes, DISTMAN_SECRET=SECRET, MASTER_ADDR="n1"))
-    assert found == Protection(Source.VARIABLE, SECRET.encode(), meeting=meeting_under(launcher))
+    assert found == Protection(Source.VARIABLE, SECRET.encode(), agents=agents_under(launcher))
     assert found.warnings == ()
     assert (found.draw("job").key, found.draw("job").credential) == (SECRET.encode(), b"")
     assert found.read("job", b"") == SECRET.encode()

@@ -346,9 +346,9 @@ def tell(address, number):
     """Tell in the store of torchrun's agent where else the job's store would be, as if rank 0 had told."""
     told, key = SETTINGS["agent"]["told"], SETTINGS["agent"]["key"].encode()
     secret = [None, b"guess %d" % number][number % 2]
-    proof = mac(door_key(secret, key), b"told", json.dumps(told).encode()).hex()
+    proof = mac(door_key(secret, key), b"place", json.dumps(told).encode()).hex()
     messages = [
-        json.dumps({"told": told, "proof": proof}).encode(),
+        json.dumps({"place": told, "proof": proof}).encode(),
         json.dumps(told).encode(),
         pickle.dumps(Evil()),
         b"\x1b[2J",

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from distman._job.meeting import agent
+from distman._job.meeting import secret
 
 from ..preloaded import PYTHON, server_variables
 from ..processes import poll
@@ -81,7 +81,7 @@ def test_a_static_rendezvous_unpickles_nothing(namespace_hosts, scene, free_port
     for found in (before, after):
         assert_all_in_vain(found)
     assert_unharmed(scene, *finished, num_ranks=4)
-    assert not any(agent.WARNING in one.stderr for one in finished)
+    assert not any(secret.OPEN_AGENTS in one.stderr for one in finished)
 
 
 @pytest.mark.parametrize("comes_first", [True, False], ids=["before the second agent", "while the ranks run"])

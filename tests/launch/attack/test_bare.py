@@ -2,7 +2,8 @@
 
 from contextlib import ExitStack
 
-from distman._job.meeting.address import Endpoint, derive_ports
+from distman._job.meeting.address import derive_ports
+from distman._job.meeting.places import OnThisHost
 
 from ..preloaded import PYTHON
 from ..processes import start
@@ -30,7 +31,7 @@ def end(scene, *ranks):
 
 def test_one_host(namespace_hosts, scene):
     job = {"DISTMAN_JOB_ID": "attacked", "MASTER_ADDR": "localhost"}
-    prefix = Endpoint("attacked", (), derive_ports("attacked"), "", is_host=False).local_name
+    prefix = OnThisHost("attacked", (), derive_ports("attacked"), "", is_host=False).prefix
     here, elsewhere = namespace_hosts.enter("n1"), namespace_hosts.enter("ctl")
     with ExitStack() as stack:
         names = scene.squatter(here, prefix=prefix, num_names=NUM_NAMES, job="attacked/0")

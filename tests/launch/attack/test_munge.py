@@ -6,9 +6,7 @@ import subprocess
 import pytest
 
 from distman._job.meeting import munge
-from distman._job.meeting.address import Endpoint
-from distman._job.meeting.door import door_at
-from distman._job.meeting.opening import start_or_enter
+from distman._job.meeting.places import AtPorts
 from distman._job.meeting.secret import Protection, Source
 from distman._job.meeting.sockets import bind_listener
 from distman._store.client import Client
@@ -44,7 +42,7 @@ def made_by_another(munged, payload, *options):
 @pytest.fixture
 def point(munged):
     protection = Protection(Source.MUNGE, socket=munged.socket)
-    return Endpoint("attacked", ("127.0.0.1",), (), "the test", is_host=True, protection=protection)
+    return AtPorts("attacked", ("127.0.0.1",), (), "the test", is_host=True, protection=protection)
 
 
 def credentials(munged, point, recorded):
@@ -66,7 +64,7 @@ def credentials(munged, point, recorded):
 
 
 def test_a_poser_is_not_taken_for_the_store(munged, point, scene):
-    member, _ = start_or_enter(point, 0, LIMIT)
+    member, _ = point.start_or_enter(0, LIMIT)
     recorded = munge.seal(b"distman door 1\0" + point.job_id.encode() + b"\0" + member.door.secret, munged.socket)
     posers = credentials(munged, point, recorded)
     listed = [credential.decode() for credential, _ in posers.values()]
@@ -75,7 +73,7 @@ def test_a_poser_is_not_taken_for_the_store(munged, point, scene):
             said = {refusal(port, point) for _ in range(HALF)}
             assert len(said) == 1
             assert reason in said.pop()
-        Client(door_at(member.door.address, point), VISITOR).close()  # whose clocks do not matter
+        Client(point.door_at(member.door.address), VISITOR).close()  # whose clocks do not matter
         member.close()
     assert squatted["guests"] == HALF * len(posers)
     assert squatted["secrets"] == 0
@@ -88,13 +86,13 @@ def test_clocks_that_disagree_keep_no_rank_out(munged, point, age):
     listener = bind_listener("127.0.0.1", 0)
     address = listener.getsockname()
     settings = {"entry_limit": LIMIT, "unreachable_after": LIMIT}
-    process = start_store(listener, job=door_at(address, point).job, secret=key, credential=credential, **settings)
+    process = start_store(listener, job=point.door_at(address).job, secret=key, credential=credential, **settings)
     process.wait_until_up(LIMIT)
-    Client(door_at(address, point)).close()
+    Client(point.door_at(address)).close()
     assert process.wait(LIMIT) == 0
 
 
 def refusal(port, point):
     with pytest.raises(ForeignServiceError) as caught:
-        Client(door_at(("127.0.0.1", port), point), VISITOR)
+        Client(point.door_at(("127.0.0.1", port)), VISITOR)
     return str(caught.value)

@@ -1,6 +1,5 @@
-"""Where the store is, as rank 0 tells it in a store into which anybody can write."""
+"""Where the store is, as rank 0 announces it in a store into which anybody can write."""
 
-import dataclasses
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -10,44 +9,43 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.messages import MalformedMessageError
-from distman._job.meeting import store as rendezvous_store
-from distman._job.meeting.address import Endpoint
+from distman._job.meeting import announced
+from distman._job.meeting.announced import Announcement, OverAgent, UnprovedError, useful_elsewhere
+from distman._job.meeting.places import AtPorts
 from distman._job.meeting.secret import Protection, Source
-from distman._job.meeting.store import open_or_join
-from distman._job.meeting.told import Told, UnprovedError, unseal, useful_elsewhere
 from distman.errors import RendezvousError
 
 SECRET = b"0123456789abcdef" * 4
 KEY = "distman/job/start 0"
-TOLD = Told(("n1", "10.0.0.1"), 23456, "job é\n/1")
+PLACE = Announcement(("n1", "10.0.0.1"), 23456, "job é\n/1")
 SECRETS = [SECRET, None]
 
 
 @pytest.mark.parametrize("secret", SECRETS)
 def test_what_is_told_is_read(secret):
-    assert unseal(TOLD.seal(KEY, secret).encode(), KEY, secret, "it") == TOLD
+    assert Announcement.unseal(PLACE.seal(KEY, secret).encode(), KEY, secret, "it") == PLACE
 
 
 @pytest.mark.parametrize(
     ("told", "key", "secret"),
     [
-        (TOLD, KEY, None),
-        (TOLD, KEY, SECRET + b"!"),
-        (TOLD, "distman/job/start 1", SECRET),
+        (PLACE, KEY, None),
+        (PLACE, KEY, SECRET + b"!"),
+        (PLACE, "distman/job/start 1", SECRET),
     ],
     ids=["nobody's", "another secret's", "of another start"],
 )
 def test_an_answer_of_somebody_else_is_told_apart(told, key, secret):
     with pytest.raises(UnprovedError):
-        unseal(told.seal(key, secret).encode(), KEY, SECRET, "it")
+        Announcement.unseal(told.seal(key, secret).encode(), KEY, SECRET, "it")
 
 
 @pytest.mark.parametrize("field", ["addresses", "port", "job"])
 def test_no_field_can_be_changed(field):
-    message = json.loads(TOLD.seal(KEY, SECRET))
-    message["told"][field] = {"addresses": ["10.0.0.2"], "port": 1, "job": "job"}[field]
+    message = json.loads(PLACE.seal(KEY, SECRET))
+    message["place"][field] = {"addresses": ["10.0.0.2"], "port": 1, "job": "job"}[field]
     with pytest.raises(UnprovedError):
-        unseal(json.dumps(message).encode(), KEY, SECRET, "it")
+        Announcement.unseal(json.dumps(message).encode(), KEY, SECRET, "it")
 
 
 @pytest.mark.parametrize(
@@ -65,10 +63,10 @@ def test_no_field_can_be_changed(field):
     ids=repr,
 )
 def test_what_is_no_place_is_malformed(changes):
-    message = json.loads(TOLD.seal(KEY, SECRET))
-    message["told"] |= changes
+    message = json.loads(PLACE.seal(KEY, SECRET))
+    message["place"] |= changes
     with pytest.raises(MalformedMessageError):
-        unseal(json.dumps(message).encode(), KEY, SECRET, "it")
+        Announcement.unseal(json.dumps(message).encode(), KEY, SECRET, "it")
 
 
 def test_nobody_is_sent_to_himself():
@@ -80,25 +78,24 @@ def test_nobody_is_sent_to_himself():
 @pytest.fixture
 def agent(monkeypatch):
     """A store that anybody can reach, and how the ranks of a job see it."""
-    monkeypatch.setattr(rendezvous_store, "_told_by_agent", itertools.repeat(0))
+    monkeypatch.setattr(announced, "_starts", itertools.repeat(0))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     protection = Protection(Source.VARIABLE, SECRET)
-    point = Endpoint("job", ("127.0.0.1",), (store.port,), "the test", is_host=False, has_agent=True)
-    point = dataclasses.replace(point, protection=protection)
-    return store, point, protocol.store_address("job", 0)
+    point = AtPorts("job", ("127.0.0.1",), (store.port,), "the test", is_host=False, protection=protection)
+    return store, OverAgent(point, "0"), protocol.store_address("job", 0)
 
 
 def test_false_answers_lead_nobody_astray_and_the_true_one_is_found(agent):
-    store, point, key = agent
-    false = Told(("127.0.0.1",), 1, "job")
+    store, meeting, key = agent
+    false = Announcement(("127.0.0.1",), 1, "job")
     with ThreadPoolExecutor(1) as threads:
         for message in (false.seal(key, None), "\x1b[2J", b"\x80\x04."):
             store.set(key, message)
             with pytest.raises(RendezvousError, match="must tell where it has opened the job's store"):
-                open_or_join(point, 1, 0.5)
+                meeting.find(1, 0.5)
         store.set(key, false.seal(key, b"another secret" * 4))
-        joining = threads.submit(open_or_join, point, 1, 30.0)
-        opened = open_or_join(dataclasses.replace(point, is_host=True), 0, 30.0)
+        joining = threads.submit(meeting.find, 1, 30.0)
+        opened = meeting.open(0, 30.0)
         joined = joining.result(30.0)
     opened.store.set("key", "value")
     assert joined.store.get("key") == b"value"
@@ -107,7 +104,7 @@ def test_false_answers_lead_nobody_astray_and_the_true_one_is_found(agent):
 
 
 def test_who_has_another_secret_says_so(agent):
-    store, point, key = agent
-    store.set(key, TOLD.seal(key, b"another secret" * 4))
+    store, meeting, key = agent
+    store.set(key, PLACE.seal(key, b"another secret" * 4))
     with pytest.raises(RendezvousError, match="got an answer of somebody who does not know this job's secret"):
-        open_or_join(point, 1, 0.5)
+        meeting.find(1, 0.5)

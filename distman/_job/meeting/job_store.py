@@ -1,0 +1,88 @@
+"""This process's connection to the store of its job. It needs no torch until torch asks for the store."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from distman._coordination import protocol
+from distman._coordination.failure.record import FailureRecord, Place
+from distman._store.client import Client
+from distman._store.connection import StoreLostError
+from distman._store.memory import Memory
+
+if TYPE_CHECKING:
+    from distman._store.torch_store import TorchStore
+
+_left: set[str] = set()
+"""Sessions of stores that this process has left; a new start must find a new one."""
+
+
+def has_left(session: str) -> bool:
+    """Return whether this process has taken part in a session before: its store is about to close."""
+    return session in _left
+
+
+@dataclasses.dataclass
+class JobStore:
+    """This process's connection to the store of its job."""
+
+    client: Client | Memory
+    url: str  # where the ranks met, such as ``tcp://n1:23145``
+    timeout: float  # seconds that torch waits for a key
+    is_opened_here: bool = False  # then it stays for others where the start fails
+    opener: int | None = None  # the rank that opened it, once the verdict has told; None where none did
+    # asks rank 0's agent, until the verdict, for a rank that failed on its way here
+    find_failure: Callable[[], FailureRecord | None] = lambda: None
+
+    @classmethod
+    def entered(cls, client: Client, url: str, timeout: float) -> JobStore:
+        """Return the connection to a store that another process has opened; raise the failure that was left there."""
+        if client.failure:
+            with contextlib.closing(client), contextlib.suppress(StoreLostError):  # then nobody counts any more
+                client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)
+            raise FailureRecord.told(client.failure).to_failure()
+        return cls(client, url, timeout)
+
+    @functools.cached_property
+    def store(self) -> TorchStore:
+        """The whole store, for torch."""
+        from distman._store.torch_store import TorchStore
+
+        store = TorchStore(self.client)
+        store.set_timeout(timedelta(seconds=self.timeout))
+        return store
+
+    @property
+    def secret(self) -> bytes | None:
+        """What a process that enters it has to prove; None where there is nothing."""
+        return self.client.door.secret if isinstance(self.client, Client) else None
+
+    @property
+    def key(self) -> bytes:
+        """What the ranks of the job share with nobody; empty where there is nothing that could be the source of it."""
+        return self.client.job_key
+
+    def leave_will(
+        self,
+        store: TorchStore,
+        me: Place,
+        key: str = protocol.FAILURE,
+        counter: str = protocol.NEWS,
+        pack: Callable[[FailureRecord], str | bytes] = FailureRecord.to_json,
+        *,
+        unless: str,
+    ) -> None:
+        """Let the process that serves the store tell of the end of this one, at once, as a :class:`Will` does."""
+        died = FailureRecord.died(me)
+        unreachable = FailureRecord.unreachable(me, self.client.unreachable_after)
+        store.register_will(key, counter, unless=unless, if_closed=pack(died), if_unreachable=pack(unreachable))
+
+    def close(self) -> None:
+        """Leave the store and never use it again; it goes with its last user."""
+        _left.add(self.client.session)
+        self.store.close()
