@@ -23,14 +23,10 @@ Wrong arguments are ``ValueError`` or ``TypeError``; their messages read
 
 from __future__ import annotations
 
-import datetime
 import difflib
 import functools
-import reprlib
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import BrokenExecutor
-from numbers import Real
 
 from distman._base.text import printable, printable_lines
 
@@ -48,9 +44,6 @@ __all__ = [
     "UndefinedGroupError",
     "WorkerDiedError",
     "WorkerError",
-    "check_options",
-    "check_seconds",
-    "undefined_group",
 ]
 
 
@@ -227,19 +220,7 @@ class JobFailed(_OfAnotherRank, SystemExit):
 
     EXIT_CODE = 76
     """Exit code of a process that ends by it: ``EX_PROTOCOL`` of sysexits.h, a remote error."""
-
-    def __init__(
-        self, *, rank: int, host: str, pid: int, error_type: str, error_text: str, traceback_text: str
-    ) -> None:
-        super().__init__(
-            rank=rank,
-            host=host,
-            pid=pid,
-            error_type=error_type,
-            error_text=error_text,
-            traceback_text=traceback_text,
-        )
-        self.code = self.EXIT_CODE
+    code = EXIT_CODE
 
     def acknowledge(self) -> None:
         """Go on without the other ranks: the failure is not raised again, and the exit code is the program's.
@@ -384,78 +365,8 @@ class WorkerDiedError(WorkerError, BrokenExecutor):
     """
 
 
-def check_options(options: Mapping[str, object], known: Iterable[str], method: str) -> None:
-    """Refuse options that a method does not take, with the name that was meant.
-
-    Local.
-
-    Args:
-        options: Names and values that were given.
-        known: The names there are.
-        method: What the program called, such as ``"wrap_ddp"``.
-
-    Raises:
-        TypeError: A name is unknown.
-
-    Example:
-        >>> check_options({"bucket_cap": 25}, ["bucket_cap_mb", "static_graph"], "wrap_ddp")
-        Traceback (most recent call last):
-            ...
-        TypeError: bucket_cap must be an option that wrap_ddp() takes, got bucket_cap=25. Did you mean bucket_cap_mb?
-    """
-    names = sorted(known)
-    for name, value in options.items():
-        if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"Did you mean {close[0]}?" if close else f"It takes {', '.join(names)}."
-            raise TypeError(f"{name} must be an option that {method}() takes, got {name}={reprlib.repr(value)}. {hint}")
-
-
-def check_seconds(name: str, value: object, *, below: float | None = None) -> float:
-    """Return a duration in seconds.
-
-    Local.
-
-    Args:
-        name: Name of the argument.
-        value: A number of seconds, or a timedelta.
-        below: What the number must be below; None takes what Python can wait for, some 292 years.
-
-    Raises:
-        TypeError: It is neither.
-        ValueError: It is not positive, or too large.
-
-    Example:
-        >>> check_seconds("timeout", datetime.timedelta(minutes=5))
-        300.0
-    """
-    number = value.total_seconds() if isinstance(value, datetime.timedelta) else value
-    if isinstance(number, bool) or not isinstance(number, Real):
-        raise TypeError(f"{name} must be a number of seconds or a timedelta, got {value!r}. Pass 300 for five minutes.")
-    seconds = float(number)
-    if not 0 < seconds < (below or threading.TIMEOUT_MAX):
-        most = f" below {below:,.0f}" if below is not None else ""
-        raise ValueError(
-            f"{name} must be a positive number of seconds{most}, got {value} from the call. Leave it out for the "
-            "default."
-        )
-    return seconds
-
-
-def undefined_group(name: str, known: Iterable[str], what: str) -> UndefinedGroupError:
-    """Return the error for a name that means nothing, with the names that do.
-
-    Local.
-
-    Args:
-        name: The name that was asked for.
-        known: The names there are.
-        what: What the name should have been, such as ``"a group"``.
-
-    Example:
-        >>> print(undefined_group("modle", ["data", "model"], "a group"))
-        'modle' must be a group, known are 'data', 'model'. Did you mean 'model'?
-    """
+def _undefined_group(name: str, known: Iterable[str], what: str) -> UndefinedGroupError:
+    """Return the error for a name that means nothing, with the names that do; ``what`` is such as ``"a group"``."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"Did you mean {close[0]!r}?" if close else "Create it first, or correct the name."

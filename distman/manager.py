@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distman._base import log
+from distman._base.arguments import check_seconds
 from distman._base.process_state import puts_back
 from distman._base.seeds import seed_generators
 from distman._coordination import protocol, tracking
@@ -51,7 +52,7 @@ from distman._job.shutdown import abandon, close_kept, leave
 from distman._job.start import adopt, reporter_of, start, undo, watch
 from distman._torch_internals import check_finds_unused, close_all_connections
 from distman.environments import detect
-from distman.errors import JobFailed, check_seconds
+from distman.errors import DistmanError, JobFailed
 
 __all__ = ["DistributedManager", "initialize_ddp"]
 
@@ -92,9 +93,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
 
         Collective. Prints nothing, and writes nothing into ``os.environ`` but the interface for gloo where it would
         choose the loopback. A second call warns and changes nothing; a call that failed leaves no trace and can be
-        repeated. Of threads that call at once one initializes, the others wait and have its answer or its error. A
-        default process group that other code made is adopted, with its backend and timeout, and left in place by
-        :meth:`cleanup`.
+        repeated. Of threads that call at once one initializes, and the others wait for it. A default process group that
+        other code made is adopted, with its backend and timeout, and left in place by :meth:`cleanup`.
 
         A process that has left a group of other code and goes on serving its store, see :meth:`cleanup`, first waits
         until the others have left that job too or one of them has failed, ten seconds at most; whoever is in the new
@@ -128,10 +128,15 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             >>> manager.initialization_method, manager.is_main
             ('single', True)
         """
-        with _lifecycle.start() as is_first:
+        if _lifecycle.is_here:
+            raise DistmanError(
+                f"initialize() must not be called while this thread starts or ends the job, got a call at "
+                f"{tracking.call_site()}. Move it out of the signal handler or destructor."
+            )
+        with _lifecycle.alone():
             if cls.is_initialized() and tracking.is_outside() and cls()._state.job.rendezvous is None:
                 cls._forget(cls()._state.job)  # forked from a process that was alone: it may become a rank of its own
-            if is_first and not cls.is_initialized():
+            if not cls.is_initialized():
                 close_kept()
                 limits = settings.limits(timeout, rendezvous_timeout)
                 try:
@@ -203,8 +208,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
 
         Blocking until what this rank saves in the background is written, and until all ranks have started, ten seconds
         at most; under Slurm, on several hosts, the rank that started the store stays as long until the others have left
-        too. Groups of NCCL end
-        on all ranks of a host together: one that does not within ten seconds is aborted.
+        too. Groups of NCCL end on all ranks of a host together: one that does not within ten seconds is aborted.
 
         Args:
             barrier: Wait for the other ranks first.
@@ -223,7 +227,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if barrier:
             tracking.check_speaks_for_rank("cleanup(barrier=True)")
         complete_all()  # what is saved in parts needs the other ranks
-        with _lifecycle.end():
+        with _lifecycle.alone():
             if not cls.is_initialized():  # another thread was faster
                 return
             state = cls()._state
@@ -282,7 +286,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             if dist.is_initialized():  # their destructors would wait for collectives that nobody completes
                 close_all_connections()
         else:
-            with _lifecycle.end():
+            with _lifecycle.alone():
                 if cls.is_initialized():
                     cls._leave(cls()._state, stays_known=True)
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
+from distman._base.arguments import check_seconds
 from distman._job.device import resolve_device
-from distman.errors import check_seconds
 from distman.executor._device_pool import DevicePool
 from distman.executor._task_loop import Task
 

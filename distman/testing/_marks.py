@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from distman.errors import check_seconds
+from distman._base.arguments import check_seconds
 
 _Test = TypeVar("_Test", bound=Callable[..., object])
 GIVEN_IN_THE_WORKER = ("rank", "world_size")

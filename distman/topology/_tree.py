@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distman.errors import undefined_group
+from distman.errors import _undefined_group
 
 
 @dataclass
@@ -96,7 +96,7 @@ class ProcessGroupConfig:
             4
         """
         if name not in self._nodes:
-            raise undefined_group(name, self._nodes, "a node of the tree")
+            raise _undefined_group(name, self._nodes, "a node of the tree")
         return self._nodes[name]
 
     def children(self, name: str) -> list[ProcessGroupNode]:

@@ -38,7 +38,7 @@ from distman._torch_internals import (
     make_group,
     mesh_without_groups,
 )
-from distman.errors import DistmanError, UndefinedGroupError, undefined_group
+from distman.errors import DistmanError, UndefinedGroupError, _undefined_group
 from distman.topology import GridPartition, Partition, Plan
 from distman.topology._plan import READY_MADE, check_new_names
 
@@ -156,7 +156,7 @@ class Groups:
             raise TypeError(f"name must be that of a group, got {name!r}. Pass a string, such as 'world'.")
         if name not in self._partitions:
             known = {*self._partitions, *self._world_names, *READY_MADE}
-            raise undefined_group(name, known, "the name of a group")
+            raise _undefined_group(name, known, "the name of a group")
         return self._partitions[name]
 
     def name_of(self, process_group: dist.ProcessGroup | None) -> str:
@@ -166,7 +166,7 @@ class Groups:
         for name, group in self._made.items():
             if group.process_group is process_group:
                 return name
-        raise undefined_group(process_group.group_name, self._made, "a group that the manager made")
+        raise _undefined_group(process_group.group_name, self._made, "a group that the manager made")
 
     def of(self, process_group: dist.ProcessGroup) -> Group:
         """Return what is known of a process group, whoever made it."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distman.errors import check_options
+from distman._base.arguments import check_options
 
 
 def wrap(module: torch.nn.Module, options: dict[str, Any], device: torch.device) -> DistributedDataParallel:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from distman._base.arguments import check_options
 from distman._coordination import protocol
 from distman._coordination.tracking import call_site
 from distman._coordination.wait_scope import WaitScope
 from distman._job.groups.registry import Groups
 from distman._torch_internals import is_distributed_tensor
-from distman.errors import check_options
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

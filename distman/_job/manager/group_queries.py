@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distman._coordination.sections import ExclusiveSections
 from distman._job.groups.registry import Group
-from distman._job.manager.instance_property import instance_property
-from distman._job.manager.state import SharedState
-from distman.errors import undefined_group
+from distman._job.manager.state import SharedState, instance_property
+from distman.errors import _undefined_group
 
 
 class GroupQueries(SharedState):
@@ -61,9 +60,9 @@ class GroupQueries(SharedState):
         names = [name] if isinstance(name, str) else list(() if name is None else name)
         for one in names:
             if one not in self.mesh_dims:
-                raise undefined_group(one, self.mesh_dims, "an axis of the mesh")
+                raise _undefined_group(one, self.mesh_dims, "an axis of the mesh")
         if self._state.mesh is None:
-            raise undefined_group("the mesh", (), "there before it is used")
+            raise _undefined_group("the mesh", (), "there before it is used")
         if names != [axis for axis in self.mesh_dims if axis in names]:
             raise ValueError(
                 f"name must list axes in the order of the mesh, {self.mesh_names()}, got {names}. Reorder them."
@@ -97,7 +96,7 @@ class GroupQueries(SharedState):
         names = mesh.mesh_dim_names or ()
         for one in names:
             if one not in self.mesh_dims:
-                raise undefined_group(one, self.mesh_dims, "an axis of the mesh")
+                raise _undefined_group(one, self.mesh_dims, "an axis of the mesh")
         if mesh == self._state.mesh:
             return self.group()
         return self.group(names[0] if len(names) == 1 else self._state.groups.over_axes(self.mesh_dims, names))

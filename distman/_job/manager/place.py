@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from distman._job.device import backend_for, pick_device
-from distman._job.manager.instance_property import instance_property
-from distman._job.manager.state import SharedState
+from distman._job.manager.state import SharedState, instance_property
 from distman._job.meeting.peers import Peers
 
 

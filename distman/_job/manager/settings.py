@@ -8,13 +8,13 @@ import threading
 
 import torch.distributed as dist
 
+from distman._base.arguments import check_seconds
 from distman._base.log import logger
 from distman._coordination.failure.interruption import Patience
 from distman._coordination.monitor.context import WatchLimits
 from distman._job.job import Limits
 from distman.environments import LaunchEnvironment, detect, misspelt_variables
 from distman.environments._base import read_flag
-from distman.errors import check_seconds
 from distman.topology._partition import is_whole_number
 
 # Variables of the environment, with the seconds that hold without them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import os
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,25 @@ from distman.environments import is_env_distributed
 from distman.errors import NotInitializedError
 
 View = TypeVar("View", bound="SharedState")
+
+if TYPE_CHECKING:
+    instance_property = property  # by this name alone do type checkers know what it does
+else:
+
+    class instance_property(property):  # noqa: N801 - it stands for property
+        """A property that raises where the parentheses of ``DistributedManager()`` were forgotten.
+
+        The error is an AttributeError, so that ``inspect`` and ``help()`` find the property all the same, in the
+        dictionary of the class.
+        """
+
+        def __get__(self, instance: object, owner: type | None = None) -> Any:
+            if instance is not None:
+                return super().__get__(instance, owner)
+            raise AttributeError(
+                f"{self.fget.__name__} must be asked of an instance, got the class {owner.__name__}. Write "
+                f"{owner.__name__}().{self.fget.__name__}, with parentheses."
+            )
 
 
 @dataclasses.dataclass

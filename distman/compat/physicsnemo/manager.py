@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import distman.manager
-from distman._job.manager.instance_property import instance_property
+from distman._job.manager.state import instance_property
 from distman.errors import NotInitializedError, UndefinedGroupError
 from distman.topology._plan import READY_MADE
 

@@ -1,4 +1,4 @@
-"""Threads that start or end the job at once: one does it, the others wait and have the same answer or error."""
+"""Threads that start or end the job at once: one does it, and the others wait for it."""
 
 import contextlib
 import os
@@ -43,15 +43,14 @@ def test_threads_that_initialize_at_once_share_the_answer(rank, world_size, num_
         assert not DistributedManager.is_initialized()
 
 
-def test_threads_that_initialize_at_once_share_the_error(monkeypatch):
+def test_threads_that_initialize_at_once_each_have_an_error_where_all_fail(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    errors = at_once(lambda: DistributedManager.initialize(rendezvous_timeout=1))
-    assert isinstance(errors[0], RendezvousError)
-    assert all(error is errors[0] for error in errors)
+    errors = at_once(lambda: DistributedManager.initialize(rendezvous_timeout=0.5), 2)
+    assert [type(error) for error in errors] == [RendezvousError] * 2
     assert DistributedManager.initialize(use_distributed=False).world_size == 1
 
 
@@ -87,34 +86,6 @@ def test_a_start_within_a_start_of_the_same_thread_is_refused(monkeypatch):
     assert DistributedManager().world_size == 1
 
 
-def test_a_start_within_a_wait_for_the_start_is_refused():
-    turns, is_held, goes_on, errors = OneAtATime(), threading.Event(), threading.Event(), []
-
-    def hold():
-        with turns.end():
-            is_held.set()
-            goes_on.wait()
-
-    def start_again(*_):
-        goes_on.set()
-        with pytest.raises(DistmanError, match="while this thread starts or ends the job") as error, turns.start():
-            pass
-        errors.append(error)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    is_held.wait()
-    before = signal.signal(signal.SIGALRM, start_again)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)  # seconds; the wait ends in the handler
-        with turns.start() as is_first:
-            assert is_first
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        holder.join()
-    assert len(errors) == 1
-
-
 class WithSignal:
     """A lock with which a signal comes at once, when it is acquired for the first time."""
 
@@ -137,7 +108,7 @@ def test_a_handler_of_a_signal_may_end_the_job_whenever_it_comes():
     turns._lock = WithSignal(turns._lock)
 
     def end(*_):
-        with turns.end():
+        with turns.alone():
             ended.append(True)
 
     before = {
@@ -146,7 +117,7 @@ def test_a_handler_of_a_signal_may_end_the_job_whenever_it_comes():
     }
     try:
         signal.setitimer(signal.ITIMER_REAL, 10.0)  # seconds; else it would wait for itself for ever
-        with turns.end():
+        with turns.alone():
             assert ended == [True]
             assert turns.is_here
     finally:
@@ -164,18 +135,17 @@ def interrupt(*_):
     raise InterruptedByOtherError
 
 
-@pytest.mark.parametrize("wait", ["start", "end"])
-def test_who_waits_for_another_thread_can_be_interrupted(wait):
+def test_who_waits_for_another_thread_can_be_interrupted():
     turns, is_held, goes_on = OneAtATime(), threading.Event(), threading.Event()
 
     def hold():
-        with turns.start():
+        with turns.alone():
             is_held.set()
             goes_on.wait()
 
     def wait_for_holder():
         signal.setitimer(signal.ITIMER_REAL, 0.05)  # seconds; without it the wait would not end
-        with getattr(turns, wait)():
+        with turns.alone():
             pass
 
     holder = threading.Thread(target=hold)
@@ -189,8 +159,8 @@ def test_who_waits_for_another_thread_can_be_interrupted(wait):
         signal.signal(signal.SIGALRM, before)
         goes_on.set()
         holder.join()
-    with turns.start() as is_first:
-        assert is_first
+    with turns.alone():
+        assert turns.is_here
 
 
 def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent():
@@ -199,7 +169,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent():
     def hold():
         from distman.manager import _lifecycle
 
-        with _lifecycle.start():
+        with _lifecycle.alone():
             is_held.set()
             goes_on.wait()
 
