@@ -28,7 +28,97 @@ _PAUSE = 0.01  # seconds between two tries to get in: to be let in takes a tenth
 _MOST_MILLISECONDS = 1 << 53  # longer than anybody waits, and exact as a number of seconds
 
 
-class Client:
+class Calls:
+    """What may be asked of a store; a subclass says how it is asked."""
+
+    @property
+    def num_unproved(self) -> int:
+        """How many came to the store, and did not prove that they know this job's secret, or found that it does not."""
+        number: int = NUMBER.unpack(self._call(frames.NUM_UNPROVED))[0]
+        return number
+
+    def set(self, key: bytes, value: bytes) -> None:
+        """Set a key, and do not wait until that is done: it is, for whatever this process asks next."""
+        self._post(frames.SET, key, value)
+
+    def add(self, key: bytes, amount: int) -> int:
+        """Add to the number at a key, which begins at 0, and return the sum."""
+        total: int = NUMBER.unpack(self._call(frames.ADD, key, NUMBER.pack(amount)))[0]
+        return total
+
+    def append(self, key: bytes, value: bytes) -> None:
+        """Add to the end of a value, and do not wait until that is done, as with :meth:`set`."""
+        self._post(frames.APPEND, key, value)
+
+    def check(self, keys: Sequence[bytes]) -> bool:
+        return self._call(frames.CHECK, *keys) == _YES
+
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
+        return self._call(frames.COMPARE_SET, key, expected, desired)
+
+    def delete(self, *keys: bytes) -> bool:
+        """Delete keys, and return whether all of them were there."""
+        return self._call(frames.DELETE, *keys) == _YES
+
+    def num_keys(self) -> int:
+        number: int = NUMBER.unpack(self._call(frames.NUM_KEYS))[0]
+        return number
+
+    def multi_set(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
+        """Set several keys before anybody sees one of them."""
+        self._call(frames.MULTI_SET, *[part for pair in pairs for part in pair])
+
+    def get(self, key: bytes, limit: float) -> bytes:
+        """Return the value of a key, once it is set; raise StoreTimeoutError after so many seconds."""
+        return self._wait_for(frames.GET, limit, key)
+
+    def multi_get(self, keys: Sequence[bytes], limit: float) -> list[bytes]:
+        """Return the values of several keys at one time, once all of them are set, as :meth:`get` does."""
+        return frames.unpack(self._wait_for(frames.MULTI_GET, limit, *keys))
+
+    def wait(self, keys: Sequence[bytes], limit: float, unless: bytes = b"") -> None:
+        """Wait until all keys are set; raise StoreTimeoutError in the end, GaveUpError as soon as ``unless`` is set."""
+        self._wait_for(frames.WAIT, limit, unless, *keys)
+
+    def arrive(self, counter: bytes, size: int, outcome: tuple[bytes, bytes], limit: float) -> bytes:
+        """Count this one as come, wait until so many have, and return the outcome."""
+        # The last one to come sets the key of the outcome to its value, unless one that gave up has set it before: all
+        # that come hear the same. One that gives up with StoreTimeoutError is still counted as come.
+        return self._wait_for(frames.ARRIVE, limit, counter, NUMBER.pack(size), *outcome)
+
+    def register_will(
+        self, key: bytes, counter: bytes, *, unless: bytes, if_closed: bytes, if_unreachable: bytes
+    ) -> None:
+        """Let the store do something when this process ends, see :class:`distman._store.table.Will`; do not wait."""
+        self._post(frames.WILL, key, counter, unless, if_closed, if_unreachable)
+
+    def revoke_will(self) -> None:
+        """Let the end of this process mean nothing; do not wait."""
+        self._post(frames.WILL)
+
+    def leave_failure(self, failure: bytes) -> bytes:
+        """Leave word of a failure for all who come later, and return the first that was left."""
+        return self._call(frames.FAIL, failure)
+
+    def shut(self) -> None:
+        """Let nobody in any more; the address is free when this returns."""
+        self._call(frames.SHUT)
+
+    def _call(self, operation: int, *fields: bytes) -> bytes:
+        """Make a call that is answered at once."""
+        raise NotImplementedError
+
+    def _post(self, operation: int, *fields: bytes) -> None:
+        """Make a call that is not answered."""
+        raise NotImplementedError
+
+    def _wait_for(self, operation: int, seconds: float, *fields: bytes) -> bytes:
+        """Make a call that may take long."""
+        raise NotImplementedError
+
+
+class Client(Calls):
     """A process's access to the store of its job."""
 
     def __init__(self, door: Door, role: int = MEMBER, rank: int = -1) -> None:
@@ -68,86 +158,12 @@ class Client:
             return job_key(self.door.secret, self._first.answer.session)
         return self._first.answer.drawn_key
 
-    @property
-    def num_unproved(self) -> int:
-        """How many came to the store, and did not prove that they know this job's secret, or found that it does not."""
-        number: int = NUMBER.unpack(self._call(frames.NUM_UNPROVED))[0]
-        return number
-
     def again(self, role: int, patience: float = math.inf) -> Client:
         """Return another access to the same store, with connections of its own; give up a reply after some seconds."""
         self._first.raise_if_lost()  # a forked child must not dial for itself
         other = self._until_let_in(lambda: Client(self.door, role, self._rank))
         other._first.patience = patience
         return other
-
-    def set(self, key: bytes, value: bytes) -> None:
-        """Set a key, and do not wait until that is done: it is, for whatever this process asks next."""
-        self._post(frames.SET, key, value)
-
-    def add(self, key: bytes, amount: int) -> int:
-        """Add to the number at a key, which begins at 0, and return the sum."""
-        total: int = NUMBER.unpack(self._call(frames.ADD, key, NUMBER.pack(amount)))[0]
-        return total
-
-    def append(self, key: bytes, value: bytes) -> None:
-        """Add to the end of a value, and do not wait until that is done, as with :meth:`set`."""
-        self._post(frames.APPEND, key, value)
-
-    def check(self, keys: Sequence[bytes]) -> bool:
-        return self._call(frames.CHECK, *keys) == _YES
-
-    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
-        return self._call(frames.COMPARE_SET, key, expected, desired)
-
-    def delete(self, *keys: bytes) -> bool:
-        """Delete keys, and return whether all of them were there."""
-        return self._call(frames.DELETE, *keys) == _YES
-
-    def num_keys(self) -> int:
-        number: int = NUMBER.unpack(self._call(frames.NUM_KEYS))[0]
-        return number
-
-    def multi_set(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
-        """Set several keys before anybody sees one of them."""
-        self._call(frames.MULTI_SET, *[part for pair in pairs for part in pair])
-
-    def get(self, key: bytes, limit: float) -> bytes:
-        """Return the value of a key, once it is set; raise StoreTimeoutError after so many seconds."""
-        return self._wait_for(frames.GET, key, _limit(limit))
-
-    def multi_get(self, keys: Sequence[bytes], limit: float) -> list[bytes]:
-        """Return the values of several keys at one time, once all of them are set, as :meth:`get` does."""
-        return frames.unpack(self._wait_for(frames.MULTI_GET, _limit(limit), *keys))
-
-    def wait(self, keys: Sequence[bytes], limit: float, unless: bytes = b"") -> None:
-        """Wait until all keys are set; raise StoreTimeoutError in the end, GaveUpError as soon as ``unless`` is set."""
-        self._wait_for(frames.WAIT, _limit(limit), unless, *keys)
-
-    def arrive(self, counter: bytes, size: int, outcome: tuple[bytes, bytes], limit: float) -> bytes:
-        """Count this one as come, wait until so many have, and return the outcome."""
-        # The last one to come sets the key of the outcome to its value, unless somebody has set it before, who gives
-        # up: all that come hear the same. Who gives up with StoreTimeoutError is still counted as come.
-        return self._wait_for(frames.ARRIVE, counter, NUMBER.pack(size), *outcome, _limit(limit))
-
-    def register_will(
-        self, key: bytes, counter: bytes, *, unless: bytes, if_closed: bytes, if_unreachable: bytes
-    ) -> None:
-        """Let the store do something when this process ends, see :class:`distman._store.table.Will`; do not wait."""
-        self._post(frames.WILL, key, counter, unless, if_closed, if_unreachable)
-
-    def revoke_will(self) -> None:
-        """Let the end of this process mean nothing; do not wait."""
-        self._post(frames.WILL)
-
-    def leave_failure(self, failure: bytes) -> bytes:
-        """Leave word of a failure for all who come later, and return the first that was left."""
-        return self._call(frames.FAIL, failure)
-
-    def shut(self) -> None:
-        """Let nobody in any more; the address is free when this returns."""
-        self._call(frames.SHUT)
 
     def close(self) -> None:
         """Close all connections; calls in other threads end with an error."""
@@ -173,7 +189,7 @@ class Client:
             finally:
                 self._give_back(connection)
 
-    def _wait_for(self, operation: int, *fields: bytes) -> bytes:
+    def _wait_for(self, operation: int, seconds: float, *fields: bytes) -> bytes:
         """Make a call that may take long, over a connection that other threads do not use meanwhile."""
         self._first.raise_if_lost()
         with self._lock:
@@ -182,7 +198,7 @@ class Client:
                 connection.call(frames.CHECK)  # what was set before must be seen by whoever asks over another one
             self._calls = None
         try:
-            return connection.call(operation, *fields)
+            return connection.call(operation, limit_of(seconds), *fields)
         finally:
             self._give_back(connection)
 
@@ -228,6 +244,6 @@ class Client:
             time.sleep(_PAUSE)  # a store without room sends everybody away at once, and nothing tells when it has some
 
 
-def _limit(seconds: float) -> bytes:
+def limit_of(seconds: float) -> bytes:
     milliseconds = min(seconds * _MILLISECONDS, _MOST_MILLISECONDS)
     return LIMIT.pack(max(0, math.ceil(milliseconds)))

@@ -51,6 +51,17 @@ class InvalidRequestError(ValueError):
     """The store has refused a request."""
 
 
+def value_of(status: int, value: bytes) -> bytes:
+    """Return the value of a reply, or raise what its status says."""
+    if status == frames.OK:
+        return value
+    if status == frames.TIMED_OUT:
+        raise StoreTimeoutError
+    if status == frames.GIVEN_UP:
+        raise GaveUpError(value)
+    raise InvalidRequestError(_shown(value))
+
+
 class Connection:
     """A connection whose other end has proved that it is the store of the job."""
 
@@ -77,14 +88,7 @@ class Connection:
 
     def call(self, operation: int, *fields: bytes) -> bytes:
         """Return the reply to a request; the errors above say why there is none."""
-        status, value = self._take_turn(operation, fields, is_answered=True)
-        if status == frames.OK:
-            return value
-        if status == frames.TIMED_OUT:
-            raise StoreTimeoutError
-        if status == frames.GIVEN_UP:
-            raise GaveUpError(value)
-        raise InvalidRequestError(_shown(value))
+        return value_of(*self._take_turn(operation, fields, is_answered=True))
 
     def post(self, operation: int, *fields: bytes) -> None:
         """Send a request that has no reply."""

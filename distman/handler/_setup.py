@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from distman.data import TrainingLoader, distributed_loader, rank_cached_loader
-from distman.errors import DistmanError, check_options
+from distman._base.arguments import check_options
+from distman.errors import DistmanError
 from distman.handler._accumulators import Metric
 from distman.handler._events import Callbacks
 from distman.handler._objective import Forward, Objective, ScoreBased, default_forward

@@ -523,7 +523,7 @@ def test_a_member_that_takes_no_replies_takes_no_memory(store):
     other = store.client()
     other.set(b"large", b"x" * (4 << 20))
     greedy = store.client()
-    requests = b"".join(frames.request(number, frames.GET, [b"large", bytes(8)]) for number in range(1, 101))
+    requests = b"".join(frames.request(number, frames.GET, [bytes(8), b"large"]) for number in range(1, 101))
     greedy._calls._socket.settimeout(PATIENCE)
     greedy._calls._socket.sendall(requests)
     assert other.add(b"counter", 1) == 1

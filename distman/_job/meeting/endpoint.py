@@ -42,7 +42,7 @@ _ENTRY_GRACE = 10.0  # seconds longer than the ranks try to come: then nobody do
 UNIX = "unix:"
 """How the URL of a store begins that ranks on this host find without a network."""
 _STARTED, _LEFT, _FAILURE = (
-    protocol.in_job(key).encode() for key in (protocol.STARTED, protocol.FIRST_TO_LEAVE, protocol.FAILURE)
+    protocol.in_job(key).encode() for key in (protocol.STARTED, protocol.LEFT, protocol.FAILURE)
 )
 
 
