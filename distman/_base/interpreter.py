@@ -11,17 +11,14 @@ _NAME = "distman_search_path"
 
 
 def options() -> list[str]:
-    """Return the options that this interpreter was started with, as far as they change what another one does.
-
-    Source:
-        Python's manual, section Command line and environment; ``multiprocessing`` hands on the same.
-    """
+    """Return the options that this interpreter was started with, as far as they change what another one does."""
+    # Source: Python's manual, section Command line and environment; multiprocessing hands on the same.
     flags = sys.flags
     counts = {
         "-I": flags.isolated,
         "-E": flags.ignore_environment,
         "-s": flags.no_user_site,
-        "-P": getattr(flags, "safe_path", 0),  # from Python 3.11 on
+        "-P": flags.safe_path,
         "-S": flags.no_site,
         "-B": flags.dont_write_bytecode,
         "-O": flags.optimize,
@@ -36,16 +33,9 @@ def options() -> list[str]:
 
 
 def program(text: str) -> list[str]:
-    """Return the arguments with which an interpreter runs a program; its first statement takes over our search path.
-
-    Until then an interpreter that runs a text would import from the current folder first.
-    """
-    return [*without_folder(), "-c", f"import sys\n{_NAME} = sys.path[:] = {search_path()!a}\n{text}"]
-
-
-def without_folder() -> list[str]:
-    """Return the option that keeps the current folder out of the search path, where there is one."""
-    return ["-P"] if sys.version_info >= (3, 11) else []
+    """Return the arguments with which an interpreter runs a program; its first statement takes over our search path."""
+    # Until then an interpreter that runs a text would import from the current folder first.
+    return ["-P", "-c", f"import sys\n{_NAME} = sys.path[:] = {search_path()!a}\n{text}"]
 
 
 def search_path() -> list[str]:
@@ -54,14 +44,9 @@ def search_path() -> list[str]:
 
 
 def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a new interpreter, in which ``PYTHONPATH`` means the folders that it meant here.
-
-    An entry that is empty or relative is taken from the folder in which an interpreter starts, and this one may have
-    gone to another since. What makes an interpreter ask for statements at its end is left out.
-
-    Args:
-        environ: Environment variables; None for those of this process. Never modified.
-    """
+    """Return the environment of a new interpreter, in which ``PYTHONPATH`` means the folders that it meant here."""
+    # An entry that is empty or relative is taken from the folder in which an interpreter starts, and this one may have
+    # gone to another since. What makes an interpreter ask for statements at its end is left out.
     variables = dict(os.environ if environ is None else environ)
     variables.pop("PYTHONINSPECT", None)
     if path := variables.pop("PYTHONPATH", ""):

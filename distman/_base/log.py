@@ -26,10 +26,5 @@ logger.addFilter(_rank_prefix)
 
 @puts_back
 def set_rank(rank: int | None = None, world_size: int = 1) -> None:
-    """Make later messages begin with the rank, or with nothing where ``rank`` is None.
-
-    Args:
-        rank: This process's rank.
-        world_size: Number of ranks.
-    """
+    """Make later messages begin with the rank, or with nothing where ``rank`` is None."""
     _rank_prefix.prefix = "" if rank is None else f"[rank {rank}/{world_size}] "

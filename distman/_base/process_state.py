@@ -26,11 +26,9 @@ def puts_back(function: PutBack) -> PutBack:
 
 
 def reset() -> None:
-    """Leave the job, and put back what the package changed in this process, for the next test.
-
-    Local. What was declared last goes first, since a module is imported before those that use it. Each goes its way
-    whether or not another one fails; the last error is raised.
-    """
+    """Leave the job, and put back what the package changed in this process, for the next test."""
+    # What was declared last goes first, since a module is imported before those that use it. A function that fails
+    # keeps no other from being called; the last error is raised.
     with ExitStack() as stack:
         for function in _functions:
             stack.callback(function)
@@ -38,11 +36,9 @@ def reset() -> None:
 
 @functools.cache
 def keep_garbage_from_children() -> None:
-    """Keep forked processes, such as the workers of a loader, from collecting what was garbage when they were forked.
-
-    The destructor of a process group, which a dropped DistributedDataParallel may be the last to hold, joins threads
-    that the child does not have: it crashes, or hangs.
-    """
+    """Keep forked processes, such as workers of a loader, from collecting what was garbage when they were forked."""
+    # The destructor of a process group, which a dropped DistributedDataParallel may be the last to hold, joins threads
+    # that the child does not have: it crashes, or hangs.
     was_enabled = False
 
     def before() -> None:  # other modules' handlers in the child could set off a collection

@@ -16,11 +16,7 @@ def seed_of(*numbers: int) -> int:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators of this process.
-
-    Args:
-        seed: Any non-negative integer.
-    """
+    """Seed Python's, NumPy's and torch's generators of this process by an integer that is not negative."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

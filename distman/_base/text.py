@@ -10,11 +10,7 @@ _MOST = 120_000  # characters: a traceback or stacks as they are told, which is 
 
 
 def printable(text: str) -> str:
-    """Return a text as one line in which nothing moves a cursor, and of bounded length.
-
-    Escaped are control characters, ends of lines, and what is not seen or changes the order of what is: all that
-    Unicode does not take for printable.
-    """
+    """Return a text as one line of bounded length, in which all is escaped that Unicode does not take for printable."""
     left_out = len(text) - _MOST_OF_A_LINE
     if left_out > 0:
         half = _MOST_OF_A_LINE // 2
@@ -25,14 +21,8 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str, indent: str = _INDENT) -> str:
-    """Return a text of several lines with each of them printable, and none that begins where a log's own line does.
-
-    Tabs stay: source code in a traceback may have them.
-
-    Args:
-        text: The text.
-        indent: What each line begins with; it may be empty where no log is written, but a report.
-    """
+    """Return a text of several lines with each of them printable, and none that begins where a log's own line does."""
+    # Tabs stay: source code in a traceback may have them. The indent may be empty in a report.
     lines = shortened(text, _MOST).rstrip().split("\n")
     return "\n".join(indent + "\t".join(map(printable, line.split("\t"))) if line else "" for line in lines)
 

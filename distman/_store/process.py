@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distman._base.interpreter import without_folder
 from distman._base.process_state import puts_back
 from distman._store.server import UP
 from distman._store.transport import BACKLOG
@@ -190,7 +189,7 @@ def _is_up(word: int, errors: int, deadline: float) -> tuple[bool, bytes]:
 def _options() -> list[str]:
     """Return the options of an interpreter that loads nothing but what it is told to, from the same compiled files."""
     cache = ["-X", f"pycache_prefix={sys.pycache_prefix}"] if sys.pycache_prefix else []
-    alone = ["-s", *without_folder()] if _needs_home() else ["-I"]  # which would leave that out too
+    alone = ["-s", "-P"] if _needs_home() else ["-I"]  # which would leave that out too
     return [*alone, "-S", *cache, *(["-B"] if sys.dont_write_bytecode else [])]
 
 
