@@ -53,12 +53,10 @@ _TAG = 0x646D  # nobody sends such a message
 def make_group(
     ranks: Sequence[int], rank: int, *, name: str, description: str, store: dist.Store | None, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Make a process group among its members alone, over a store of their own, with the backends of the world.
-
-    ``new_group`` is collective over the world, uses the store of the world, and counts its groups: a rank that fails to
-    make one leaves all others waiting, and the next group has another name here than there. ``name`` is part of the
-    keys in the store, the same on all members and new; ``rank`` counts among ``ranks``.
-    """
+    """Make a process group among its members alone, over a store of their own, with the backends of the world."""
+    # ``new_group`` is collective over the world, uses the store of the world, and counts its groups: a rank that fails
+    # to make one leaves all others waiting, and the next group has another name here than there. ``name`` is part of
+    # the keys in the store, the same on all members and new; ``rank`` counts among ``ranks``.
     process_group: dist.ProcessGroup
     make: Any = distributed_c10d._new_process_group_helper  # some versions have a type of their own for the name
     with _world_without_device(), meeting_in_few_calls():
@@ -920,21 +918,15 @@ def is_loader_worker(process: BaseProcess) -> bool:
     return getattr(process, "_target", None) is worker._worker_loop
 
 
-def _as_only(info: Any) -> Any:
-    if dataclasses.is_dataclass(info):
-        changed: Any = info
-        return dataclasses.replace(changed, id=0, num_workers=1)
-    alone = copy.copy(info)  # up to 2.11, where it refuses to be set
-    vars(alone).update(id=0, num_workers=1)
-    return alone
-
-
 @contextlib.contextmanager
 def as_only_worker() -> Iterator[None]:
     """Let ``get_worker_info`` answer in a worker as if it were the only one; elsewhere it answers None as ever."""
     info: Any = worker._worker_info
     if info is not None:
-        worker._worker_info = _as_only(info)
+        alone = copy.copy(info)
+        for name, value in {"id": 0, "num_workers": 1}.items():
+            object.__setattr__(alone, name, value)  # it refuses to be set
+        worker._worker_info = alone
     try:
         yield
     finally:
