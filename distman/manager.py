@@ -534,9 +534,7 @@ def _tell_of_end(pid: int) -> None:
         hook.report_at_end()
 
 
-@puts_back
-def _clean_up() -> None:
-    DistributedManager.cleanup()
+puts_back(DistributedManager.cleanup)
 
 
 def initialize_ddp(

@@ -13,8 +13,7 @@ from distman._coordination.timeouts import begin
 from distman._job.device import wait_for
 from distman._torch_internals import abort_backends, all_groups, end_group, waits_at_end
 
-_LIMIT = 10.0
-"""Seconds: ranks that leave together do so within them on a loaded machine; who leaves alone need not wait longer."""
+_LIMIT = 10.0  # seconds: ranks that leave together do so within them on a loaded machine, and one alone waits in vain
 
 
 def end_groups(process_groups: Sequence[dist.ProcessGroup] | None, device: torch.device, *, aborts: bool) -> None:

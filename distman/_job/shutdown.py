@@ -28,30 +28,16 @@ from distman._job.meeting.join import Rendezvous
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import GLOO_THREADS
 
-_START_LIMIT = 10.0
-"""Seconds to wait for ranks that still make their process group: as long as a loaded machine needs to start one."""
-
-_FAREWELL_LIMIT = 2.5
-"""Seconds that telling the others may take: the process that serves the store may be suspended, or gone."""
-
-_PAUSE = 0.005
-"""Seconds between two looks at a counter in the store: short beside what a rank takes to start or to leave."""
-
-_GROWTH = 1.5
-"""By which that pause grows while others go on with their work."""
-
-_LONGEST_PAUSE = 0.1
-"""Seconds that it grows to: nobody minds that a process ends so much later."""
-
+_START_LIMIT = 10.0  # seconds for ranks that still make their process group: a loaded machine needs them to start one
+_FAREWELL_LIMIT = 2.5  # seconds to tell the others: the process that serves the store may be suspended, or gone
+_PAUSE = 0.005  # seconds between two looks at a counter: short beside what a rank takes to start or to leave
+_GROWTH = 1.5  # by which that pause grows while others go on with their work
+_LONGEST_PAUSE = 0.1  # seconds: it harms nothing that a process ends so much later
+# Seconds for others to reach their end: a loaded machine delays them so long. More would keep a launcher from ending
+# them where this rank ends with an error of its own choice, by ``sys.exit(1)``.
 _STAY_LIMIT = 10.0
-"""Seconds for others to come to their end: a loaded machine delays them so long. More would keep a launcher from ending
-them where this rank ends with an error of its own choice, by ``sys.exit(1)``."""
-
-_GLOO_LIMIT = 1.0
-"""Seconds to wait for gloo's threads: they need milliseconds, unless another thread holds the interpreter."""
-
-_GLOO_PAUSE = 0.001
-"""Seconds in which the interpreter is free for gloo's threads between two looks at them."""
+_GLOO_LIMIT = 1.0  # seconds for gloo's threads: they need milliseconds, unless another thread holds the interpreter
+_GLOO_PAUSE = 0.001  # seconds in which the interpreter is free for gloo's threads between two looks at them
 
 _kept: list[tuple[int, JobStore]] = []
 """Stores of jobs that this process has left while an exception was under way, with its process id."""
@@ -178,7 +164,7 @@ def _wait_until_all_left(job: Job, store: TorchStore, watcher: Watcher) -> None:
 def _wait_for_all_at(store: TorchStore, counter: str, number: int, limit: float) -> None:
     def wait() -> None:
         until = time.monotonic() + limit
-        with contextlib.suppress(dist.DistError):  # who served the store may be gone
+        with contextlib.suppress(dist.DistError):  # the process that served the store may be gone
             while count(store, counter) < number and time.monotonic() < until:
                 time.sleep(_PAUSE)
 

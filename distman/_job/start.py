@@ -29,7 +29,7 @@ from distman._job.interface import choose_interface, forget_interface, stay_on_t
 from distman._job.job import Job, Limits, abort_job
 from distman._job.meeting import mpi
 from distman._job.meeting.announced import ADOPTED, open_beside
-from distman._job.meeting.endpoint import UNIX, UNREACHABLE_AFTER
+from distman._job.meeting.endpoint import UNIX, UNREACHABLE_AFTER, nothing
 from distman._job.meeting.join import Rendezvous, join, join_at, join_record_of, keep_store
 from distman._job.meeting.join_record import JoinRecord
 from distman._job.meeting.peers import complete
@@ -113,9 +113,10 @@ def undo(job: Job, watcher: Watcher | None, error: BaseException, cause: Failure
     """Tell the others why a start failed after all, and leave no trace of it; what other code made stays."""
     if job.rendezvous is None:
         return
-    tell = dataclasses.replace(reporter_of(job, job.rendezvous, cause), abort_job=_let_launcher_be)
+    # The program may handle the error and start again: the launcher does nothing, and a group of other code stays.
+    tell = dataclasses.replace(reporter_of(job, job.rendezvous, cause), abort_job=lambda _: None)
     if job.is_adopted:
-        tell.leave_group = _let_group_be
+        tell.leave_group = nothing
     tell(error)()
     if watcher is not None:
         watcher.stop()
@@ -270,14 +271,6 @@ def _join_in_group(me: JoinRecord, limits: Limits, unreachable_after: float) -> 
     return join_at(job_store, me, timeout=limits.rendezvous, source=ADOPTED, environ=os.environ)
 
 
-def _let_launcher_be(_: BaseException) -> None:
-    """Leave it to the program: it may handle the error, and start again."""
-
-
-def _let_group_be() -> None:
-    """Leave the process group to the code that made it."""
-
-
 def _leave_group(job: Job) -> None:
     """Leave the process group after a failure."""
     if dist.is_initialized():  # else it was not made yet, or the rank has left the job
@@ -288,7 +281,7 @@ def reporter_of(
     job: Job, rendezvous: Rendezvous, cause: FailureRecord | None = None, watcher: Watcher | None = None
 ) -> JobReporter:
     """Return what tells the other ranks of an error that ends this one."""
-    # The watcher is needed where this process has left the job; else it is who watches then.
+    # The watcher is needed where this process has left the job; else it is the current one.
     job_store = rendezvous.job_store
     return JobReporter(
         rank=job.peer.rank,

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -97,7 +98,7 @@ class Groups:
         self._seen: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
         self._companions: dict[str, list[str]] = {}
         self._numbers = itertools.count()
-        self._uses: dict[tuple[str, tuple[int, ...]], Iterator[int]] = {}
+        self._uses: Mapping[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
         self._world_names = {"world"}
         self._world_partition = GridPartition.whole(job.world_size)
         self._ready_made = partitions_by_host(job)  # not at the first use, which torch.compile may trace
@@ -127,9 +128,8 @@ class Groups:
             return self._make_at_first_use(name, ranks)
 
     def _make_at_first_use(self, name: str, ranks: tuple[int, ...]) -> Group:
-        use = next(self._uses.setdefault((name, ranks), itertools.count()))
-        digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
-        key = f"{name} {digest} {use}"
+        use = next(self._uses[name, ranks])
+        key = f"{name} {hashlib.sha256(str(ranks).encode()).hexdigest()[:16]} {use}"
         step = protocol.first_use(key)
         consensus = self._consensus(ranks, self._job.limits.rendezvous)
         if consensus is not None and len(ranks) > 1:
@@ -232,21 +232,18 @@ class Groups:
         # warns where a group that would fit on a host crosses hosts.
         with WaitScope("group creation"):
             check_all_run_here(range(self._job.world_size))
-            self._create(make_plan, world_name, verbose=verbose, place_matters=place_matters)
-
-    def _create(self, make_plan: Callable[[], Plan], world_name: str, *, verbose: bool, place_matters: bool) -> None:
-        consensus = self._consensus(range(self._job.world_size), self._job.limits.rendezvous)
-        number = next(self._numbers)
-        plan = self._agree(make_plan, world_name, consensus, protocol.groups(number))
-        made, error = self._make_all(plan, number)
-        try:
-            if consensus is not None:
-                consensus.require_success(protocol.groups_made(number), error)
-            elif error is not None:
-                raise error
-        except BaseException:  # Ctrl-C too: no group stays without the others
-            self._end(made.values(), aborts=True)
-            raise
+            consensus = self._consensus(range(self._job.world_size), self._job.limits.rendezvous)
+            number = next(self._numbers)
+            plan = self._agree(make_plan, world_name, consensus, protocol.groups(number))
+            made, error = self._make_all(plan, number)
+            try:
+                if consensus is not None:
+                    consensus.require_success(protocol.groups_made(number), error)
+                elif error is not None:
+                    raise error
+            except BaseException:  # Ctrl-C too: no group stays without the others
+                self._end(made.values(), aborts=True)
+                raise
         self._partitions |= plan.partitions | plan.later
         self._companions |= {name: list(plan.later) for name in plan.partitions if plan.later}
         self._made |= made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -78,7 +78,12 @@ def check_shardable(
             if parameter.requires_grad:
                 gathered.setdefault(unit, {})[parameter.dtype] = name
     for found in gathered.values():
-        _check_dtypes(found)
+        if len(found) > 1:
+            got = " and ".join(f"{name} of {dtype}" for dtype, name in found.items())
+            raise ValueError(
+                f"parameters that are sharded together must have one data type, got {got}. Convert them, or let shard "
+                "find the modules that they are in."
+            )
 
 
 def check_mesh(mesh: DeviceMesh, device: torch.device) -> None:
@@ -200,15 +205,6 @@ def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
     if not parameter.is_contiguous():
         raise ValueError(
             f"parameters to be sharded must be contiguous, got {name} with strides {parameter.stride()}. Make it so."
-        )
-
-
-def _check_dtypes(found: Mapping[torch.dtype, str]) -> None:
-    if len(found) > 1:
-        got = " and ".join(f"{name} of {dtype}" for dtype, name in found.items())
-        raise ValueError(
-            f"parameters that are sharded together must have one data type, got {got}. Convert them, or let shard find "
-            "the modules that they are in."
         )
 
 

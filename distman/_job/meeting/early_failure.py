@@ -29,11 +29,8 @@ from distman._store.handshake import VISITOR
 from distman.environments import LAUNCHERS, LaunchEnvironment, OnFailure, detect
 from distman.errors import DistmanError
 
-_PATIENCE = 10.0
-"""Seconds to wait for ranks that were started at the same time, and come later."""
-
-_PAUSE = 0.02
-"""Seconds between two looks at how many ranks have heard: no more than the end of this rank may be late."""
+_PATIENCE = 10.0  # seconds to wait for ranks that were started at the same time, and arrive later
+_PAUSE = 0.02  # seconds between two looks at how many ranks have heard: no more than this rank's end may be late
 
 
 def tell_of(error: BaseException) -> Callable[[], object]:
@@ -43,7 +40,7 @@ def tell_of(error: BaseException) -> Callable[[], object]:
     environment = detect(os.environ).environment
     abort_job_after(error, environment)
     record = FailureRecord.of(error, environment.rank)
-    # Whoever pressed Ctrl-C wants it to end.
+    # A user who pressed Ctrl-C wants it to end.
     more = {"patience": 0} if isinstance(error, KeyboardInterrupt) else {}
 
     def tell() -> None:
@@ -81,8 +78,8 @@ def _place(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
 
 def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, patience: float = _PATIENCE) -> bool:
     """Tell the ranks of a failure, the fields of a ``JobFailed``, and return whether they would listen to this rank."""
-    # It is left with the store of the job, or that is opened for ``patience`` seconds to tell who comes. Nothing is
-    # done where the other ranks end with this one, nor where no endpoint is known. It needs no torch, so it also serves
+    # It is left with the store of the job, or that is opened for ``patience`` seconds to tell those to come. Nothing
+    # is done where the other ranks end with this one, nor where no place is known. It needs no torch, so it also serves
     # a rank that failed to import it. The others do not listen where it cannot prove that it is a rank.
     try:
         environment = detect(environ).environment
@@ -133,7 +130,7 @@ def _tell(client: Client, failure: bytes) -> None:
     with contextlib.closing(client):
         client.compare_set(_key(protocol.EARLY_FAILURE), b"", failure)
         client.set(_key(protocol.MEMBERSHIP_EVENT), b"failure")
-        client.leave_failure(failure)  # last: who is turned away by it does not judge
+        client.leave_failure(failure)  # last: a rank that is turned away by it does not judge
         client.add(_key(protocol.TURNED_AWAY), 1)
 
 

@@ -52,11 +52,11 @@ def _broadcast(environment: LaunchEnvironment, make: Callable[[], T]) -> T:
             f"importing mpi4py failed, through which the ranks of {environment.launcher} on several nodes learn where "
             f"to meet: {type(error).__name__}: {error}. {_REMEDY}"
         ) from error
-    world = MPI.COMM_WORLD
+    world, library = MPI.COMM_WORLD, MPI.Get_library_version().splitlines()[0].strip("\0 ")
     if (world.rank, world.size) != (environment.rank, environment.world_size):
         raise RendezvousError(
             f"mpi4py must belong to the MPI that started the ranks, got rank {world.rank} of {world.size} "
-            f"from mpi4py ({_library(MPI.Get_library_version())}) and rank {environment.rank} of "
+            f"from mpi4py ({library}) and rank {environment.rank} of "
             f"{environment.world_size} from {environment.launcher}. {_REMEDY}"
         )
     if world.rank != 0:
@@ -122,7 +122,3 @@ def abort() -> None:
     # It takes some seconds where MPI itself is stuck; then this process has to end in another way.
     if is_up():
         run_with_timeout(functools.partial(sys.modules["mpi4py.MPI"].COMM_WORLD.Abort, 1), _PATIENCE)
-
-
-def _library(version: str) -> str:
-    return version.splitlines()[0].strip("\0 ")
