@@ -97,8 +97,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         other code made is adopted, with its backend and timeout, and left in place by :meth:`cleanup`.
 
         A process that has left a group of other code and goes on serving its store, see :meth:`cleanup`, first waits
-        until the others have left that job too or one of them has failed, ten seconds at most; whoever is in the new
-        job already waits for it.
+        until the others have left that job too or one of them has failed, ten seconds at most; a rank that is in
+        the new job already waits for it.
 
         Args:
             method: Name of the launcher to believe, any case; None asks

@@ -34,7 +34,7 @@ def choose_interface(others: Iterable[str]) -> None:
 
 
 def stay_on_this_host() -> None:
-    """Let gloo listen where no other host reaches it: it asks nobody who he is."""
+    """Let gloo listen where no other host reaches it: it does not ask who connects."""
     # Only for ranks that have met without a network, so that the loopback of all is one. A variable that is set already
     # is left alone.
     if not os.environ.get(_VARIABLE):

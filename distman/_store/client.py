@@ -98,7 +98,7 @@ class Calls:
         self._post(frames.WILL)
 
     def leave_failure(self, failure: bytes) -> bytes:
-        """Leave word of a failure for all who come later, and return the first that was left."""
+        """Leave a failure for all clients to come, and return the first that was left."""
         return self._call(frames.FAIL, failure)
 
     def shut(self) -> None:
@@ -195,7 +195,7 @@ class Client(Calls):
         with self._lock:
             connection = self._current()
             if connection.has_unanswered:
-                connection.call(frames.CHECK)  # what was set before must be seen by whoever asks over another one
+                connection.call(frames.CHECK)  # what was set before must be seen by a thread that asks over another one
             self._calls = None
         try:
             return connection.call(operation, limit_of(seconds), *fields)

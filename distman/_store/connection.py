@@ -114,7 +114,7 @@ class Connection:
 
     def _take_turn(self, operation: int, fields: tuple[bytes, ...], *, is_answered: bool) -> tuple[int, bytes]:
         """Keep other threads out during an exchange, and close at its end what was to be closed meanwhile."""
-        # Who closes must not wait for that: it may be the handler of a signal, in the thread that it has interrupted.
+        # A close must not wait for that: its caller may be the handler of a signal, in the interrupted thread.
         try:
             with self._lock:
                 self.has_unanswered = self.has_unanswered or not is_answered
@@ -241,7 +241,7 @@ class _RefusedError(Exception):
 def is_of_a_handler(error: BaseException) -> bool:
     """Return whether the handler of a signal has raised an error in the middle of this folder's code."""
     # It may run inside of any call, that of a socket for instance, and raise whatever it likes: only the functions
-    # tell, through which the error has come to who asks.
+    # tell, through which the error has come here.
     modules = {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)}
     return not all(module == socket.__name__ or module.startswith(_HERE) for module in modules)
 
@@ -264,7 +264,7 @@ def new_socket(family: int) -> socket.socket:
 def _moved_up(created: socket.socket) -> socket.socket:
     """Return a socket with one of the highest descriptors that this process may have; the same where none is free."""
     # Of a process that dies, Linux closes the highest ones first: so the store knows of a death before another
-    # connection breaks, and whoever is surprised by that, and leaves, finds it there.
+    # connection breaks, and a rank that leaves because of that finds it there.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)
     try:

@@ -1,6 +1,6 @@
 """How a process and the store of its job prove to each other that they know the same secret, without sockets.
 
-The store proves first, so that who dials gives nothing away but random bytes to whatever has opened the door::
+The store proves first, so that a client gives nothing away but random bytes to whatever has opened the door::
 
     client -> store   MAGIC  nonce
     store  -> client  nonce  length  credential  MAC(server, ..., credential)
@@ -9,7 +9,7 @@ The store proves first, so that who dials gives nothing away but random bytes to
 
 The credential is public: what some clients need to find out the secret, or nothing. Each MAC covers both nonces, so a
 recorded handshake is of no use; a label of its own, so what one side said cannot be said back to it; and where the
-store is, as dialled and as bound, so nobody can pass it on from another port. Nothing is encrypted: whoever can change
+store is, as dialled and as bound, so nobody can pass it on from another port. Nothing is encrypted: one who can change
 what is on the wire is not kept out.
 
 Keyed BLAKE2b is a MAC by construction (RFC 7693); HMAC would load OpenSSL, which takes longer than all the rest.
@@ -71,7 +71,7 @@ def job_key(secret: bytes, session: bytes) -> bytes:
 
 
 class Hello:
-    """Who dials."""
+    """What a client says of itself."""
 
     __slots__ = ("pid", "rank", "role")
 

@@ -36,7 +36,7 @@ class Operations:
     """Carries out the requests of clients on a table."""
 
     def __init__(self, table: Table, shut: Callable[[], None], failure: bytes = b"") -> None:
-        self.failure = failure  # what all who come are told, or what a client that failed has left; empty for nothing
+        self.failure = failure  # what all clients are told, or what a client that failed has left; empty for nothing
         self.num_unproved = 0  # how many began a handshake and did not end it: they may have another secret
         self._table = table
         self._shut = shut
@@ -111,7 +111,7 @@ class Operations:
                     key, counter, unless, if_closed, if_unreachable = fields
                     peer.will = Will(key, counter, unless, if_closed, if_unreachable)
                 return None
-            case frames.FAIL:  # the first failure is kept for all who come later
+            case frames.FAIL:  # the first failure is kept for all clients to come
                 (failure,) = fields
                 if len(failure) > frames.MOST_FAILURE_BYTES:
                     raise MalformedError("a failure that is too long")

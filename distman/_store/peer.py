@@ -84,7 +84,7 @@ class Peer:
 
     def _send(self, pieces: Sequence[bytes | memoryview]) -> int:
         """Return how much was sent."""
-        # An error is kept until the end of the connection is read: whoever sends may be in the middle of telling many.
+        # An error is kept until the end of the connection is read: the sender may be in the middle of telling many.
         try:
             return self.socket.send(pieces[0]) if len(pieces) == 1 else self.socket.sendmsg(pieces)
         except BlockingIOError:

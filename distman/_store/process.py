@@ -1,4 +1,4 @@
-"""Starts the process that serves a store, which outlives whoever started it and ends with its last member."""
+"""Starts the process that serves a store, which outlives the rank that started it and ends with its last member."""
 
 from __future__ import annotations
 

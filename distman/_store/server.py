@@ -1,4 +1,4 @@
-"""The process that serves the store of a job: one thread, no torch, and nobody gets in who does not prove himself.
+"""The process that serves the store of a job: one thread, no torch, and no client gets in without proof.
 
 Guests are strangers: a few bytes each, a bounded number at a time, and they have a few seconds in all. A flood of them
 costs no thread, and members are served between any few of them.
@@ -60,9 +60,9 @@ _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 class Server:
     """Serves one store until its last member is gone."""
 
-    # ``secret`` is None where the kernel's word has to do. ``credential`` is sent to all who come, before any proof.
-    # ``opener`` is rank and process of who has started it and comes too: others may have come and gone before; None
-    # waits for nobody. A first member must come within ``entry_limit`` seconds. ``failure`` is what all who come are
+    # ``secret`` is None where the kernel's word has to do. ``credential`` is sent to all clients, before any proof.
+    # ``opener`` is rank and process that has started it and enters too: others may have come and gone before; None
+    # waits for nobody. A first member must come within ``entry_limit`` seconds. ``failure`` is what all clients are
     # told, as if a rank that failed had left it.
 
     def __init__(
@@ -133,7 +133,7 @@ class Server:
             except OSError as error:
                 if error.errno in _HOST_IS_FULL:
                     self._rest()
-                elif error.errno != errno.EAGAIN:  # who waited has gone
+                elif error.errno != errno.EAGAIN:  # the client has gone
                     continue
                 return
             guest = _socket.socket(fileno=number)
@@ -269,7 +269,7 @@ class Server:
 
 
 def main() -> None:
-    """Serve the store that standard input describes, in a process that holds nothing of whoever started it."""
+    """Serve the store that standard input describes, in a process that holds nothing of the one that started it."""
     for number in _signal.valid_signals() - _NOT_IGNORED:  # ranks that a scheduler asks to stop still need the store
         _signal.signal(number, _signal.SIG_IGN)
     settings: dict[str, Any] = marshal.loads(_read_all(0))  # noqa: S302 - from the program that started this one

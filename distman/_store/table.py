@@ -1,4 +1,4 @@
-"""The keys of a store and those who wait for them, as arithmetic: no sockets, no clock.
+"""The keys of a store and the waits for them, as arithmetic: no sockets, no clock.
 
 Values are bytes; a counter is a number in decimal digits, as in torch's stores.
 """
@@ -126,7 +126,7 @@ class Table:
         answer: Answer,
     ) -> Wait | None:
         """Count one more that has come, and wait for the outcome: a key, and what the last one to come sets it to."""
-        # Who gives up sets that key to something else, if it is not set yet, and all hear that.
+        # A client that gives up sets that key to something else, if it is not set yet, and all hear that.
         key, value = outcome
         if self.add(counter, 1) == size:
             self.compare_set(key, b"", value)

@@ -38,7 +38,7 @@ class TorchStore(dist.Store):
     """A part of the store of a job, or all of it."""
 
     # torch holds the half of a store that is written in C++; when the other half, this object, is collected, calls
-    # fail. So whoever opens the store keeps it, and it keeps its parts and clones.
+    # fail. So the code that opens the store keeps it, and it keeps its parts and clones.
 
     def __init__(self, client: Client | Memory, prefix: str = "") -> None:
         super().__init__()

@@ -62,7 +62,7 @@ def is_nobody() -> bool:
 
 def is_of_this_user(connection: _socket.socket) -> bool:
     """Return whether the kernel says that a process of this user is at the other end of a Unix socket."""
-    # It names who listened and who connected, whoever has the sockets since.
+    # It names the processes that listened and connected, whichever have the sockets since.
     packed = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(packed)[1]
     return uid == geteuid() and not is_nobody()

@@ -253,7 +253,7 @@ def open_beside(
     group_store: dist.Store, job: str, rank: int, timeout: float, unreachable_after: float = UNREACHABLE_AFTER
 ) -> JobStore:
     """Open the store of a job whose process group other code has made, and tell the others over that group's store."""
-    # The first rank to come opens it. Whoever reads the group's store is let in.
+    # The first rank to come opens it. A process that reads the group's store is let in.
     try:
         return _open_beside(group_store, job, rank, timeout, unreachable_after)
     except dist.DistError as error:

@@ -84,7 +84,7 @@ class Endpoint(ABC):
     ) -> tuple[Client, bool]:
         """Start the store of the job, or enter that of another process of it; return also whether it was started here.
 
-        All who come are told of the ``failure``, if this process starts it.
+        All that arrive are told of the ``failure``, if this process starts it.
         """
 
     def open(self, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
@@ -96,7 +96,7 @@ class Endpoint(ABC):
         if not isinstance(client.door.address, str):  # it has dialled itself
             shown = url_of((self.addresses[0], client.door.address[1]))
         opened = JobStore(client, shown, timeout, is_opened_here=True)
-        # Before anybody is told where it is: whoever enters waits for this rank, which may die before it has joined.
+        # Before anybody is told where it is: a rank that enters waits for this one, which may die before it has joined.
         part, event = opened.store.part(protocol.job()), protocol.MEMBERSHIP_EVENT
         opened.leave_will(part, Here(rank), protocol.EARLY_FAILURE, event, unless=protocol.VERDICT)
         return opened
@@ -235,7 +235,7 @@ class Endpoint(ABC):
 
 def enter(door: Door, role: int, rank: int, *, shuts: bool = False) -> Client:
     """Return a connection to the store behind a door, or raise StillOpenError, or what :func:`dial` raises."""
-    # A job that has started, and in which a rank has left or failed since, is over for whoever comes now. Its store
+    # A job that has started, and in which a rank has left or failed since, is over for one that arrives now. Its store
     # stays as long as one of its ranks does, which saves something, or is stopped. With ``shuts``, it lets nobody in
     # any more, and leaves its place.
     client = Client(door, role, rank)

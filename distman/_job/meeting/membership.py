@@ -42,7 +42,7 @@ from distman.errors import JobFailed, RendezvousError
 _PAUSE_PER_RANK = 500e-6  # seconds; 2,000 looks a second in all, beside ranks that are still connecting
 _SHORTEST_LIMIT = 0.01  # seconds: longer pauses would delay the start of a small job
 _LONGEST_LIMIT = 1.0  # seconds: longer ones would delay a large job more than its looks cost
-_PROGRESS_EVERY = 10.0  # seconds between two lines of the log that name who is missing
+_PROGRESS_EVERY = 10.0  # seconds between two lines of the log that name the missing ranks
 _GRACE = 1.0  # seconds that the others wait longer than rank 0, whose verdict is better than theirs
 _QUIET = 1.0  # seconds without a word in a failed start: longer looks like a hang
 _WITHDRAWING = 2.5  # seconds that Ctrl-C may take at the worst, where the process that serves the store is stopped
@@ -104,7 +104,7 @@ class _Wrong:
 
 @dataclasses.dataclass(frozen=True)
 class _Verdict:
-    """What rank 0 found: the peers and who opened the store, or what is wrong."""
+    """What rank 0 found: the peers and the rank that opened the store, or what is wrong."""
 
     peers: Peers = dataclasses.field(default_factory=lambda: Peers(()))
     error: str | None = None
@@ -371,7 +371,7 @@ class _Membership:
         raise error
 
     def _part(self, error: BaseException, seconds: float, *, with_all: bool) -> None:
-        """Leave a failed start: who opened the store stays until the others have heard of it."""
+        """Leave a failed start: the rank that opened the store stays until the others have heard of it."""
         if not self.has_heard:  # one that is interrupted here parts once more
             self.has_heard = True
             self.store.revoke_will()

@@ -11,7 +11,7 @@ _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhos
 
 def bind_listener(address: str, port: int) -> socket.socket:
     """Return a socket that listens at the port; port 0 takes any free one."""
-    # IPv4 is preferred where the address has both; who comes tries all addresses. One of the loopback is listened to
+    # IPv4 is preferred where the address has both; clients try all addresses. One of the loopback is listened to
     # alone, so that nobody outside reaches the port, unless it is one to this host only: Debian lets the name of each
     # host mean 127.0.1.1 there, and others come by that name.
     family, resolved = min(_resolve(address), key=lambda place: place[0] != socket.AF_INET)
