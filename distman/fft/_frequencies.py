@@ -74,7 +74,7 @@ def rfftfreq(
 
     Args:
         n: Number of points of the full signal.
-        d: Distance of the points; frequencies count the periods per unit of it.
+        d: Distance of the points.
         sizes: Lengths of all shards of the half spectrum, ``n // 2 + 1`` together; None: :func:`distman.split_sizes`.
         dtype: A floating point dtype; None: torch's default.
         device: Where the result is; None: torch's default.
@@ -132,8 +132,6 @@ def fftshift(
 
     Collective, if the sharded dim is shifted. Blocking. Differentiable, twice too.
 
-    What changes its rank is sent straight to it, once. The result is sharded like the input.
-
     Args:
         tensor: This rank's shard, of any dtype, shape ``(*, m, *)`` with m at ``shard_dim``; m may differ between ranks
             and be 0.
@@ -144,7 +142,7 @@ def fftshift(
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        A new tensor of the same shape.
+        A new tensor of the same shape, sharded alike.
 
     Raises:
         TypeError: The tensor is a DTensor, or of another class that messages do not carry.
@@ -174,7 +172,7 @@ def ifftshift(
     Collective, if the sharded dim is shifted. Blocking. Differentiable, twice too.
 
     Args:
-        tensor: This rank's shard, of any dtype, shape ``(*, m, *)`` with m at ``shard_dim``.
+        tensor: This rank's shard, as of :func:`fftshift`.
         dim: The dim or the dims to shift; None: all.
         shard_dim: The dim along which the tensor is sharded; None, if a single dim is shifted: that one.
         sizes: Lengths of all shards; None lets the ranks exchange them.
@@ -184,8 +182,7 @@ def ifftshift(
         A new tensor of the same shape.
 
     Raises:
-        ValueError: As of :func:`fftshift`.
-        PlanMismatchError: As of :func:`fftshift`.
+        Exception: As of :func:`fftshift`.
 
     Example on two ranks:
         >>> part = torch.arange(5).split([3, 2])[rank]  # an odd number of points: fftshift twice would not undo it
@@ -216,17 +213,11 @@ def _shift(
         raise ValueError(f"shard_dim must be given where several dims are shifted, got {dims}. Pass the sharded one.")
     shard = dims[0] if shard_dim is None else normalize_dim(shard_dim, tensor.ndim, "shard_dim")
     tensor = check_call(
-        name,
-        tensor,
-        members,
-        free_dim=shard,
-        unites_grad=sizes is None,
-        dims=dims,
-        shard_dim=shard,
-        sizes=sizes,
+        name, tensor, members, free_dim=shard, unites_grad=sizes is None, dims=dims, shard_dim=shard, sizes=sizes
     )
-    local = dims if members.size == 1 or shard not in dims else tuple(one for one in dims if one != shard)
-    if shard not in local and shard in dims:
+    local = dims
+    if members.size > 1 and shard in dims:
+        local = tuple(one for one in dims if one != shard)
         tensor, shards, shard = shard_sizes(name, tensor, sizes, shard, members)
         middle = sum(shards) // 2
         shift = middle if name == "fftshift" else sum(shards) - middle

@@ -36,15 +36,14 @@ class DistributedRFFT2:
             x: This rank's shard, real.
             s: Lengths of the full signal along ``dim``; None keeps them.
             dim: The two transformed dims, the rows' first.
-            norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``.
+            norm: As of :func:`rfft2`.
 
         Returns:
             This rank's shard of half of the spectrum, complex.
 
         Raises:
             UndefinedGroupError: There is no group of that name.
-            ValueError: As of :func:`fftn`.
-            PlanMismatchError: As of :func:`fftn`.
+            Exception: As of :func:`rfft2`.
 
         Example on two ranks:
             >>> manager.create_process_subgroup("spatial_parallel", 2)
@@ -78,17 +77,16 @@ class DistributedIRFFT2:
 
         Args:
             x: This rank's shard of half of a spectrum.
-            s: Lengths of the full real signal along ``dim``; None: as of :func:`irfftn`.
+            s: Lengths of the full real signal along ``dim``; None: as of :func:`irfft2`.
             dim: The two transformed dims, the rows' first.
-            norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``.
+            norm: As of :func:`irfft2`.
 
         Returns:
             This rank's shard of the signal, real.
 
         Raises:
             UndefinedGroupError: There is no group of that name.
-            ValueError: As of :func:`fftn`.
-            PlanMismatchError: As of :func:`fftn`.
+            Exception: As of :func:`irfft2`.
 
         Example on two ranks:
             >>> manager.create_process_subgroup("spatial_parallel", 2)

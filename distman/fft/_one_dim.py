@@ -27,53 +27,12 @@ from distman.fft._rearrangement import resized
 from distman.fft._resharding import execute
 from distman.fft._signature import Layout, transform
 
-_WHICH = "The dim"
-_DEFAULTS = {
-    "shard_dim": "the transformed one",
-    "out_dim": "``shard_dim``",
-    "out_sizes": "those of the input where that is sharded\n"
-    "        along the same dim and another one is transformed, else :func:`distman.split_sizes`",
-}
 
-
-@transform(_WHICH, **_DEFAULTS)
+@transform
 def fft(
     tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform one dim of a sharded tensor, as :func:`torch.fft.fft` does a full one.
-
-    Collective. Blocking. Differentiable, twice too; the backward is the exact adjoint, with as much work and traffic.
-
-    Where another dim is sharded, the transformed one is whole on every rank, and nothing travels but what ``out_dim``
-    demands. Where the transformed dim is sharded, the ranks exchange their shards, so that it is whole and another dim
-    is sharded meanwhile. What travels, of which each of n ranks keeps one part in n:
-
-    ==================== ============================ =========================================
-    ``shard_dim``        ``out_dim``                  travels
-    ==================== ============================ =========================================
-    another than ``dim`` the same                     nothing
-    another than ``dim`` any other                    the spectrum, once
-    ``dim``              another                      the data, once
-    ``dim``              ``dim``                      the data, then the spectrum
-    ==================== ============================ =========================================
-
-    In the last row the other dim is the longest one. If it is shorter than there are ranks, as in a tensor of one dim,
-    the line is transformed as a matrix of ``n = rows * columns`` points, where ``columns`` is the largest divisor of n
-    up to its root. Complex data, also of real signals, travel three times then, besides what changes its rank because
-    no row is cut. A rank needs memory for about five times its part, one in ``min(ranks, columns)``, beside the input.
-    Only where n is a prime, the first ranks hold a whole line each.
-
-    Args:
-        tensor: This rank's shard, real or complex, shape ``(*, m, *)`` with m at ``shard_dim``; m may differ between
-            ranks and be 0.
-        n: Length of the full signal, cut or filled up with zeros at the end; None keeps the length.
-        dim: The transformed dim.
-        norm: ``"backward"`` (None) scales the inverse by one over the number of points, ``"forward"`` this one,
-            ``"ortho"`` both by the root.
-
-    Returns:
-        This rank's shard of the spectrum, complex64 for 32-bit input, complex128 for 64-bit input. Half-precision input
-        is computed in float32 under autocast. It need not be contiguous.
 
     Example on two ranks:
         >>> signal = torch.cos(2 * torch.pi * torch.arange(6) / 6)
@@ -84,22 +43,11 @@ def fft(
     return _transform("fft", "fft", tensor, n, dim, norm, **layout)
 
 
-@transform(_WHICH, **_DEFAULTS)
+@transform
 def ifft(
     tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Undo :func:`fft`, as :func:`torch.fft.ifft` does.
-
-    Collective. Blocking. Differentiable, twice too. It costs as much as :func:`fft`.
-
-    Args:
-        tensor: This rank's shard, real or complex, shape ``(*, m, *)`` with m at ``shard_dim``.
-        n: Length of the full signal, cut or filled up with zeros at the end; None keeps the length.
-        dim: The transformed dim.
-        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
-
-    Returns:
-        This rank's shard of the signal, complex.
 
     Example on two ranks:
         >>> part = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[rank]
@@ -109,23 +57,11 @@ def ifft(
     return _transform("ifft", "ifft", tensor, n, dim, norm, **layout)
 
 
-@transform(_WHICH, **_DEFAULTS)
+@transform
 def rfft(
     tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform real data along one dim to half of their spectrum, as :func:`torch.fft.rfft` does.
-
-    Collective. Blocking. Differentiable, twice too. It costs as much as :func:`fft`; half of a spectrum has as many
-    bytes as the data.
-
-    Args:
-        tensor: This rank's shard, real, shape ``(*, m, *)`` with m at ``shard_dim``.
-        n: Length of the full signal, cut or filled up with zeros at the end; None keeps the length.
-        dim: The transformed dim.
-        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
-
-    Returns:
-        This rank's shard of half of the spectrum, complex, of length ``n // 2 + 1`` along ``dim``.
 
     Example on two ranks:
         >>> signal = torch.cos(2 * torch.pi * torch.arange(6) / 6)
@@ -135,22 +71,11 @@ def rfft(
     return _transform("rfft", "rfft", tensor, n, dim, norm, **layout)
 
 
-@transform(_WHICH, **_DEFAULTS)
+@transform
 def irfft(
     tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform half of a spectrum along one dim to real data, as :func:`torch.fft.irfft` does: undoes :func:`rfft`.
-
-    Collective. Blocking. Differentiable, twice too. It costs as much as :func:`fft`.
-
-    Args:
-        tensor: This rank's shard of half of a spectrum, shape ``(*, m, *)`` with m at ``shard_dim``.
-        n: Length of the full real signal; None: ``2 * (k - 1)`` for k frequencies in all. Pass one that is odd.
-        dim: The transformed dim.
-        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
-
-    Returns:
-        This rank's shard of the signal, real.
 
     Example on two ranks:
         >>> part = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[rank]
@@ -160,22 +85,11 @@ def irfft(
     return _transform("irfft", "irfft", tensor, n, dim, norm, **layout)
 
 
-@transform(_WHICH, **_DEFAULTS)
+@transform
 def hfft(
     tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform half of a Hermitian signal along one dim to its real spectrum, as :func:`torch.fft.hfft` does.
-
-    Collective. Blocking. Differentiable, twice too. It costs as much as :func:`fft`.
-
-    Args:
-        tensor: This rank's shard of half of a signal, shape ``(*, m, *)`` with m at ``shard_dim``.
-        n: Length of the full spectrum; None: ``2 * (k - 1)`` for k points of the half. Pass one that is odd.
-        dim: The transformed dim.
-        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
-
-    Returns:
-        This rank's shard of the spectrum, real.
 
     Example on two ranks:
         >>> half = torch.tensor([[1.0, 1.0], [0.0, 0.0]])[rank]  # of the signal 1, 1, 0, 0, 0, 1
@@ -185,22 +99,11 @@ def hfft(
     return _transform("irfft", "hfft", tensor, n, dim, norm, **layout)
 
 
-@transform(_WHICH, **_DEFAULTS)
+@transform
 def ihfft(
     tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Undo :func:`hfft`: transform a real spectrum along one dim to half of its signal, as :func:`torch.fft.ihfft`.
-
-    Collective. Blocking. Differentiable, twice too. It costs as much as :func:`fft`.
-
-    Args:
-        tensor: This rank's shard, real, shape ``(*, m, *)`` with m at ``shard_dim``.
-        n: Length of the full spectrum, cut or filled up with zeros at the end; None keeps the length.
-        dim: The transformed dim.
-        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
-
-    Returns:
-        This rank's shard of half of the signal, complex, of length ``n // 2 + 1`` along ``dim``.
 
     Example on two ranks:
         >>> spectrum = torch.tensor([3.0, 2.0, 0.0, -1.0, 0.0, 2.0]).chunk(2)[rank]

@@ -1,4 +1,4 @@
-"""What all transforms have in common: their last arguments, what is said of these, and what a call may raise."""
+"""What all transforms have in common: their last arguments, and what their docstrings say besides a first sentence."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from distman.collectives import GroupLike
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Lengths = Sequence[int | None] | None
+Dims = Sequence[int] | None
 
 
 class Layout(TypedDict, total=False):
@@ -26,8 +28,43 @@ class Layout(TypedDict, total=False):
 
 
 _LAYOUT = typing.get_type_hints(Layout)
+_TAKES_AND_RETURNS = {
+    "fft": ("real or complex", "the spectrum, complex"),
+    "ifft": ("real or complex", "the signal, complex"),
+    "rfft": ("real", "half of the spectrum, complex: n // 2 + 1 frequencies along the last dim"),
+    "irfft": ("half of a spectrum", "the signal, real"),
+    "hfft": ("half of a Hermitian signal", "the spectrum, real"),
+    "ihfft": ("a real spectrum", "half of the signal, complex: n // 2 + 1 points"),
+}
+_ONE_DIM = {
+    "length": "n: Length",
+    "dim": "The transformed dim",
+    "which": "The dim",
+    "shard_dim": "the transformed one",
+    "out_dim": "``shard_dim``",
+    "out_sizes": "those of the input where that is sharded\n"
+    "        along the same dim and another one is transformed, else :func:`distman.split_sizes`",
+}
+_SEVERAL_DIMS = {
+    "length": "s: Lengths along ``dim``",
+    "dim": "The transformed dims, two or more; None: the last ``len(s)`` ones, or all",
+    "which": "The transformed dim",
+    "out_sizes": ":func:`distman.split_sizes`",
+}
+_FORWARD = {"shard_dim": "the first one", "out_dim": "the last one that is not ``shard_dim``"}
+_INVERSE = {"shard_dim": "the last one", "out_dim": "the first one that is not ``shard_dim``"}
+_TO_REAL = ", and makes\n        ``2 * (m - 1)`` of m points in all along the last dim: pass an odd length"
+_TEXT = """
 
-_ARGS = """
+Collective. Blocking. Differentiable, twice too; a backward pass does as much work.
+
+Args:
+    tensor: This rank's shard, {takes}, shape ``(*, m, *)`` with m at ``shard_dim``;
+        m may differ between ranks and be 0.
+    {length} of the full signal, cut or filled up with zeros at the end; None keeps what is there{to_real}.
+    dim: {dim}.
+    norm: ``"backward"`` (None) scales the inverse by one over the number of points, ``"forward"`` the other one,
+        ``"ortho"`` both by the root.
     shard_dim: {which} along which the input is sharded; None: {shard_dim}.
     out_dim: {which} along which the result shall be sharded; None: {out_dim}.
     sizes: Lengths of all input shards along ``shard_dim``, the same list on all ranks; None lets the ranks exchange
@@ -36,8 +73,8 @@ _ARGS = """
     group: A process group, the name of one, or None for the world.
 
 Returns:
-"""
-_RAISES = """
+    This rank's shard of {returns}. It has the input's
+    precision, or that of float32 for input of 16 bits, which needs autocast. It need not be contiguous.
 
 Raises:
     TypeError: The tensor is a DTensor, or of another class that messages do not carry.
@@ -50,32 +87,32 @@ Example on two ranks:
 """
 
 
-def transform(
-    which: str, *, shard_dim: str, out_dim: str, out_sizes: str = ":func:`distman.split_sizes`"
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator for transforms that completes signature and docstring; the texts say what None stands for."""
-    args = _ARGS.format(which=which, shard_dim=shard_dim, out_dim=out_dim, out_sizes=out_sizes)
+def transform(func: Callable[P, R]) -> Callable[P, R]:
+    """Make a function a collective, and complete its signature and docstring by what its name says."""
+    name = func.__name__
+    kind = name.rstrip("2n")
+    texts = _ONE_DIM if kind == name else _SEVERAL_DIMS | (_INVERSE if kind.startswith("i") else _FORWARD)
+    takes, returns = _TAKES_AND_RETURNS[kind]
+    to_real = _TO_REAL if kind in ("irfft", "hfft") else ""
+    text = _TEXT.format(takes=takes, returns=returns, to_real=to_real, **texts)
+    func.__doc__ = inspect.cleandoc(func.__doc__ or "").replace("\n\nExample on two ranks:\n", text)
 
-    def complete(func: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(func)
-        own = list(signature.parameters.values())[:-1]
-        layout = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            for name, annotation in _LAYOUT.items()
-        ]
-        func.__signature__ = signature.replace(parameters=[*own, *layout])  # type: ignore[attr-defined]  # inspect's
-        del func.__annotations__["layout"]
-        func.__annotations__ |= _LAYOUT
-        text = inspect.cleandoc(func.__doc__ or "")
-        func.__doc__ = text.replace("\n\nReturns:\n", args).replace("\n\nExample on two ranks:\n", _RAISES)
-        known = {*func.__signature__.parameters}  # type: ignore[attr-defined]  # as above
+    hints = typing.get_type_hints(func)
+    del hints["layout"]
+    signature = inspect.signature(func)
+    parameters = [one.replace(annotation=hints[one.name]) for one in list(signature.parameters.values())[:-1]]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in _LAYOUT.items()
+    ]
+    func.__annotations__ = hints | _LAYOUT
+    func.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # inspect's
+    known = {one.name for one in parameters}
 
-        @functools.wraps(func)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs.keys() - known:
-                raise TypeError(f"{func.__name__}() got an unexpected keyword argument {name!r}")
-            return func(*args, **kwargs)
+    @functools.wraps(func)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs.keys() - known:
+            raise TypeError(f"{func.__name__}() got an unexpected keyword argument {name!r}")
+        return func(*args, **kwargs)
 
-        return collective(call)
-
-    return complete
+    return collective(call)

@@ -23,49 +23,14 @@ from distman.fft._arguments import (
 from distman.fft._blocks import Kind
 from distman.fft._plan import Plan
 from distman.fft._resharding import execute
-from distman.fft._signature import Layout, transform
-
-_WHICH = "The transformed dim"
-_FORWARD = {"shard_dim": "the first one", "out_dim": "the last one that is not ``shard_dim``"}
-_INVERSE = {"shard_dim": "the last one", "out_dim": "the first one that is not ``shard_dim``"}
+from distman.fft._signature import Dims, Layout, Lengths, transform
 
 
-@transform(_WHICH, **_FORWARD)
+@transform
 def fftn(
-    tensor: torch.Tensor,
-    s: Sequence[int | None] | None = None,
-    dim: Sequence[int] | None = None,
-    norm: str | None = None,
-    **layout: Unpack[Layout],
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = None, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform a tensor that is sharded along one of the transformed dims, as :func:`torch.fft.fftn` does a full one.
-
-    Collective. Blocking. Differentiable, twice too; the backward is the exact adjoint, with as much work and traffic.
-
-    The whole dims are transformed first, then the shards change hands once, so that the sharded dim is whole and
-    another one is sharded, and the former is transformed. That other dim is where the result is cheapest:
-
-    ====================== ============================
-    layout of the result    travels
-    ====================== ============================
-    ``out_dim`` another     the spectrum, once
-    ``out_dim=shard_dim``   the spectrum, twice
-    ====================== ============================
-
-    Of what travels, each of n ranks keeps one part in n; dims that ``s`` makes longer travel filled up. The result need
-    not be contiguous: reshape it rather than view it.
-
-    Args:
-        tensor: This rank's shard, real or complex, shape ``(*, n, *)`` with n at ``shard_dim``; n may differ between
-            ranks and be 0. Dims that are not transformed stay as they are.
-        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None or -1 keeps a length.
-        dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
-        norm: ``"backward"`` (None) scales the inverse by one over the number of points, ``"forward"`` this one,
-            ``"ortho"`` both by the root.
-
-    Returns:
-        This rank's shard of the full spectrum, complex64 for 32-bit input, complex128 for 64-bit input. Half-precision
-        input is computed in float32 under autocast.
 
     Example on two ranks:
         >>> rows = torch.ones(2, 6)  # of a field of four rows
@@ -78,27 +43,11 @@ def fftn(
     return _transform("fft", "fftn", tensor, s, dim, norm, **layout)
 
 
-@transform(_WHICH, **_INVERSE)
+@transform
 def ifftn(
-    tensor: torch.Tensor,
-    s: Sequence[int | None] | None = None,
-    dim: Sequence[int] | None = None,
-    norm: str | None = None,
-    **layout: Unpack[Layout],
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = None, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Undo :func:`fftn`, as :func:`torch.fft.ifftn` does.
-
-    Collective. Blocking. Differentiable, twice too. It costs as much as :func:`fftn`. By default the shards lie as
-    :func:`fftn` leaves them, and come to lie as it takes them.
-
-    Args:
-        tensor: This rank's shard, real or complex, shape ``(*, n, *)`` with n at ``shard_dim``.
-        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
-        dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
-        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-
-    Returns:
-        This rank's shard of the signal, complex.
 
     Example on two ranks:
         >>> rows = torch.arange(12.0).reshape(2, 6) + 12 * rank  # of a field of four rows
@@ -108,39 +57,11 @@ def ifftn(
     return _transform("ifft", "ifftn", tensor, s, dim, norm, **layout)
 
 
-@transform(_WHICH, **_FORWARD)
+@transform
 def rfftn(
-    tensor: torch.Tensor,
-    s: Sequence[int | None] | None = None,
-    dim: Sequence[int] | None = None,
-    norm: str | None = None,
-    **layout: Unpack[Layout],
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = None, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform real data to half of its spectrum, as :func:`torch.fft.rfftn` does: the last of the dims is halved.
-
-    Collective. Blocking. Differentiable, twice too.
-
-    Only half of the spectrum is computed. Where the last dim is sharded, the other half follows from symmetry: of each
-    pair of rows ``k`` and ``n - k`` one is computed, by a rank that owns one of them. What travels, in half spectra
-    (each has as many bytes as the real data), of which each of n ranks keeps one part in n:
-
-    ============================ ==================== =============================================
-    ``shard_dim``                ``out_dim``          travels
-    ============================ ==================== =============================================
-    not the last                 another              1
-    not the last                 the same             2
-    the last                     another              1, and a half of which hardly anything is kept
-    the last                     the last             2
-    ============================ ==================== =============================================
-
-    Args:
-        tensor: This rank's shard, real, shape ``(*, n, *)`` with n at ``shard_dim``.
-        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
-        dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
-        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-
-    Returns:
-        This rank's shard of half of the spectrum, complex, of length ``n // 2 + 1`` along the last of the dims.
 
     Example on two ranks:
         >>> rows = torch.ones(2, 6)  # of a field of four rows
@@ -150,28 +71,11 @@ def rfftn(
     return _transform("rfft", "rfftn", tensor, s, dim, norm, **layout)
 
 
-@transform(_WHICH, **_INVERSE)
+@transform
 def irfftn(
-    tensor: torch.Tensor,
-    s: Sequence[int | None] | None = None,
-    dim: Sequence[int] | None = None,
-    norm: str | None = None,
-    **layout: Unpack[Layout],
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = None, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform half of a spectrum to real data, as :func:`torch.fft.irfftn` does: the inverse of :func:`rfftn`.
-
-    Collective. Blocking. Differentiable, twice too. What travels is what :func:`rfftn` sends on the way from the
-    result's layout to the input's. From the spectrum one cannot see whether the last dim of the signal had an odd
-    length: pass that as ``s``.
-
-    Args:
-        tensor: This rank's shard of half of a spectrum, shape ``(*, n, *)`` with n at ``shard_dim``.
-        s: Lengths of the full real signal along ``dim``; None: the spectrum's, ``2 * (n - 1)`` along the last.
-        dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
-        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-
-    Returns:
-        This rank's shard of the signal, real.
 
     Example on two ranks:
         >>> rows = torch.rand(2, 5)  # of a field of four rows and five columns
@@ -181,26 +85,11 @@ def irfftn(
     return _transform("irfft", "irfftn", tensor, s, dim, norm, **layout)
 
 
-@transform(_WHICH, **_FORWARD)
+@transform
 def fft2(
-    tensor: torch.Tensor,
-    s: Sequence[int | None] | None = None,
-    dim: Sequence[int] = (-2, -1),
-    norm: str | None = None,
-    **layout: Unpack[Layout],
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform two dims: :func:`fftn` with another default of ``dim``.
-
-    Collective. Blocking. Differentiable, twice too.
-
-    Args:
-        tensor: This rank's shard, real or complex, shape ``(*, n, *)`` with n at ``shard_dim``.
-        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
-        dim: The two transformed dims.
-        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-
-    Returns:
-        This rank's shard of the full spectrum, complex.
 
     Example on two ranks:
         >>> halves = torch.ones(8, 2, 6)  # of eight images of 4 x 6
@@ -210,26 +99,11 @@ def fft2(
     return _transform("fft", "fft2", tensor, s, dim, norm, **layout)
 
 
-@transform(_WHICH, **_INVERSE)
+@transform
 def ifft2(
-    tensor: torch.Tensor,
-    s: Sequence[int | None] | None = None,
-    dim: Sequence[int] = (-2, -1),
-    norm: str | None = None,
-    **layout: Unpack[Layout],
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Undo :func:`fft2`: :func:`ifftn` with another default of ``dim``.
-
-    Collective. Blocking. Differentiable, twice too.
-
-    Args:
-        tensor: This rank's shard, real or complex, shape ``(*, n, *)`` with n at ``shard_dim``.
-        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
-        dim: The two transformed dims.
-        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-
-    Returns:
-        This rank's shard of the signal, complex.
 
     Example on two ranks:
         >>> halves = torch.rand(8, 2, 6)  # of eight images of 4 x 6
@@ -239,26 +113,11 @@ def ifft2(
     return _transform("ifft", "ifft2", tensor, s, dim, norm, **layout)
 
 
-@transform(_WHICH, **_FORWARD)
+@transform
 def rfft2(
-    tensor: torch.Tensor,
-    s: Sequence[int | None] | None = None,
-    dim: Sequence[int] = (-2, -1),
-    norm: str | None = None,
-    **layout: Unpack[Layout],
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform two dims of real data to half of their spectrum: :func:`rfftn` with another default of ``dim``.
-
-    Collective. Blocking. Differentiable, twice too.
-
-    Args:
-        tensor: This rank's shard, real, shape ``(*, n, *)`` with n at ``shard_dim``.
-        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
-        dim: The two transformed dims.
-        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-
-    Returns:
-        This rank's shard of half of the spectrum, complex, of length ``n // 2 + 1`` along the last of the dims.
 
     Example on two ranks:
         >>> halves = torch.ones(8, 2, 6)  # of eight images of 4 x 6
@@ -268,26 +127,11 @@ def rfft2(
     return _transform("rfft", "rfft2", tensor, s, dim, norm, **layout)
 
 
-@transform(_WHICH, **_INVERSE)
+@transform
 def irfft2(
-    tensor: torch.Tensor,
-    s: Sequence[int | None] | None = None,
-    dim: Sequence[int] = (-2, -1),
-    norm: str | None = None,
-    **layout: Unpack[Layout],
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Undo :func:`rfft2`: :func:`irfftn` with another default of ``dim``.
-
-    Collective. Blocking. Differentiable, twice too.
-
-    Args:
-        tensor: This rank's shard of half of a spectrum, shape ``(*, n, *)`` with n at ``shard_dim``.
-        s: Lengths of the full real signal along ``dim``; None: the spectrum's, ``2 * (n - 1)`` along the last.
-        dim: The two transformed dims.
-        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-
-    Returns:
-        This rank's shard of the signal, real.
 
     Example on two ranks:
         >>> halves = torch.rand(8, 2, 6)  # of eight images of 4 x 6
