@@ -6,10 +6,11 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 import torch
 
+from distman._base.text import printable
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
 from distman.collectives import GroupLike, _debug
@@ -25,12 +26,8 @@ __all__ = ["aggregate_loss", "aggregate_metrics", "reduce_loss"]
 _Number = float | torch.Tensor
 
 
-@runtime_checkable
 class _Metric(Protocol):
-    """A metric of torchmetrics: it keeps what it has seen, and brings the ranks' parts together itself."""
-
-    def update(self, *args: object, **kwargs: object) -> None:
-        """Take a batch into account."""
+    """A metric of torchmetrics, which brings the ranks' parts together itself."""
 
     def compute(self) -> _Number:
         """Return the metric over all that was seen."""
@@ -66,16 +63,21 @@ def aggregate_metrics(
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping, got {metrics!r}. Pass a dict of names and numbers.")
-    own: dict[str, _Metric] = {}
-    numbers: dict[str, _Number] = {}
-    for name, value in sorted(metrics.items()):
-        if not isinstance(value, (float, int, torch.Tensor)) and isinstance(value, _Metric):  # asking that takes long
-            own[name] = value
-        else:
-            numbers[name] = value
-    found = dict(zip(numbers, _means(numbers, _checked_weight(weight), list(own), group), strict=True))
-    found |= {name: float(metric.compute()) for name, metric in own.items()}
-    return {name: found[name] for name in metrics}
+    weight = 1.0 if weight is None else _as_float("weight", weight)
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"weight must be a number of 0 or more, got {weight}. Pass the number of samples.")
+    members = resolve_group(group)
+    own = {name: cast(_Metric, value) for name, value in sorted(metrics.items()) if hasattr(value, "compute")}
+    numbers = {name: cast(_Number, value) for name, value in sorted(metrics.items()) if name not in own}
+    values = _taken(numbers, "aggregate_metrics", members)
+    _debug.compare("aggregate_metrics", members)
+    weights = [0.0 if math.isnan(value) else weight for value in values]
+    weighted = [value * its if its else 0.0 for value, its in zip(values, weights, strict=True)]
+    sums = _sum_alike([*weighted, *weights], f"aggregate_metrics of {len(numbers)}", [*numbers, *own], members)
+    totals = zip(numbers, sums[: len(values)], sums[len(values) :], strict=True)
+    means = {name: total / its if its else math.nan for name, total, its in totals}
+    means |= {name: float(metric.compute()) for name, metric in own.items()}
+    return {name: means[name] for name in metrics}
 
 
 @collective
@@ -96,70 +98,7 @@ def aggregate_loss(loss: _Number, *, weight: float | None = None, group: GroupLi
         >>> aggregate_loss(1.0 + rank)
         1.5
     """
-    (mean,) = _means({"loss": loss}, _checked_weight(weight), [], group)
-    return mean
-
-
-def _means(numbers: Mapping[str, _Number], weight: float, others: Sequence[str], group: GroupLike) -> list[float]:
-    """Return the weighted means over the ranks that have a number; all ranks must have the same names."""
-    members = resolve_group(group)
-    values = _taken(numbers, "aggregate_metrics", members)
-    _debug.compare("aggregate_metrics", members)
-    weights = [0.0 if math.isnan(value) else weight for value in values]
-    weighted = [value * its if its else 0.0 for value, its in zip(values, weights, strict=True)]
-    names = [*numbers, *others]
-    text = f"aggregate_metrics of {len(numbers)} and {len(others)}: {names}"
-    sums = sum_numbers([*weighted, *weights], text, members, control_device(members, DistributedManager().device))
-    if sums is None:
-        raise PlanMismatchError(_describe_names(names, members))
-    totals = zip(sums[: len(values)], sums[len(values) :], strict=True)
-    return [total / its if its else math.nan for total, its in totals]
-
-
-def _describe_names(names: list[str], group: Group) -> str:
-    rows = [[name, [], str(torch.float64)] for name in names]  # as fused_all_reduce would, if others are in that
-    texts = texts_of_all(json.dumps(["avg", str(torch.float64), rows]), group)
-    everyone = [{name for name, *_ in json.loads(text)[2]} for text in texts]
-    common = set.intersection(*everyone)
-    lines = [f"  rank {rank}: {sorted(own - common)} besides" for rank, own in zip(group.ranks, everyone, strict=True)]
-    return f"all ranks must bring the same metrics, got {len(common)} in common. They bring:\n" + "\n".join(lines)
-
-
-def _taken(numbers: Mapping[str, _Number], operation: str, group: Group) -> list[float]:
-    """Return numbers on the host; where one is refused, the other ranks hear of it."""
-    try:
-        return _as_floats(numbers)
-    except (TypeError, ValueError) as error:
-        refuse(error, operation, group, functools.partial(refuse_in_sum, SUMS_OF_NUMBERS))
-
-
-def _as_floats(numbers: Mapping[str, _Number]) -> list[float]:
-    """Return numbers on the host; those on an accelerator are fetched at once."""
-    tensors = {name: with_memory(value, name) for name, value in numbers.items() if isinstance(value, torch.Tensor)}
-    for name, tensor in tensors.items():
-        if tensor.numel() != 1:
-            raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(tensor.shape)}. Take its mean.")
-        if tensor.is_complex():
-            raise ValueError(f"{name} must be a real number, got {tensor.dtype}. Take its real part.")
-    if not tensors:
-        return [_as_float(name, value) for name, value in numbers.items()]
-    there = [tensor.detach().double().reshape(()) for tensor in tensors.values()]
-    fetched = dict(zip(tensors, torch.stack(there).tolist(), strict=True))
-    return [fetched[name] if name in fetched else _as_float(name, value) for name, value in numbers.items()]
-
-
-def _as_float(name: str, value: _Number) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be a number or a tensor with one element, got {value!r}. Convert it.") from error
-
-
-def _checked_weight(weight: float | None) -> float:
-    weight = 1.0 if weight is None else _as_float("weight", weight)
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"weight must be a number of 0 or more, got {weight}. Pass the number of samples.")
-    return weight
+    return aggregate_metrics({"loss": loss}, weight=weight, group=group)["loss"]
 
 
 @collective
@@ -192,14 +131,57 @@ def reduce_loss(
     values = _taken({"loss": loss}, "reduce_loss", members)
     _debug.compare("reduce_loss", members, dst_rank=dst_rank, mean=mean)
     check_member("dst_rank", dst_rank, members)
-    text = json.dumps(["reduce_loss", f"dst_rank {dst_rank} mean {mean}", []])
-    sums = sum_numbers(values, text, members, control_device(members, DistributedManager().device))
-    if sums is None:
-        raise PlanMismatchError(
-            "all ranks must call reduce_loss alike, got different arguments. DISTMAN_DEBUG=1 shows them.\n"
-            + "\n".join(texts_of_all(text, members))
-        )
-    (total,) = sums
+    (total,) = _sum_alike(values, f"reduce_loss to rank {dst_rank}, mean {mean}", ["loss"], members)
     if members.rank != dst_rank:
         return None
     return total / members.size if mean else total
+
+
+def _sum_alike(numbers: Sequence[float], call: str, names: Sequence[str], group: Group) -> list[float]:
+    """Return the sums of numbers over a group, whose ranks must make the same call with metrics of the same names."""
+    rows = [[name, [], str(torch.float64)] for name in names]  # as of fused_all_reduce, in which others may be
+    text = json.dumps([call, str(torch.float64), rows])
+    sums = sum_numbers(numbers, text, group, control_device(group, DistributedManager().device))
+    if sums is None:
+        texts = [json.loads(text) for text in texts_of_all(text, group)]
+        brought = [{name for name, *_ in rows} for *_, rows in texts]
+        common = set.intersection(*brought)
+        lines = [
+            f"  rank {rank}: {sorted(own - common)} besides, in {printable(call)}"
+            for rank, own, (call, *_) in zip(group.ranks, brought, texts, strict=True)
+        ]
+        raise PlanMismatchError(
+            f"all ranks must bring the same metrics in the same call, got {len(common)} in common. They bring:\n"
+            + "\n".join(lines)
+        )
+    return sums
+
+
+def _taken(numbers: Mapping[str, _Number], operation: str, group: Group) -> list[float]:
+    """Return numbers on the host; where one is refused, the other ranks hear of it."""
+    try:
+        return _as_floats(numbers)
+    except (TypeError, ValueError) as error:
+        refuse(error, operation, group, functools.partial(refuse_in_sum, SUMS_OF_NUMBERS))
+
+
+def _as_floats(numbers: Mapping[str, _Number]) -> list[float]:
+    """Return numbers on the host; those on an accelerator are fetched at once."""
+    tensors = {name: with_memory(value, name) for name, value in numbers.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.numel() != 1:
+            raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(tensor.shape)}. Take its mean.")
+        if tensor.is_complex():
+            raise ValueError(f"{name} must be a real number, got {tensor.dtype}. Take its real part.")
+    if not tensors:
+        return [_as_float(name, value) for name, value in numbers.items()]
+    there = [tensor.detach().double().reshape(()) for tensor in tensors.values()]
+    fetched = dict(zip(tensors, torch.stack(there).tolist(), strict=True))
+    return [fetched[name] if name in fetched else _as_float(name, value) for name, value in numbers.items()]
+
+
+def _as_float(name: str, value: _Number) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a number or a tensor with one element, got {value!r}. Convert it.") from error
