@@ -8,7 +8,7 @@ import torch
 
 from distman import mappings
 from distman.collectives import GroupLike
-from distman.collectives._validation import check_call, normalize_dim, resolve_group
+from distman.collectives._parallel_regions import scatter_region
 from distman.compat.physicsnemo.utils import compute_split_shapes
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
 
@@ -25,12 +25,7 @@ def scatter_to_parallel_region(input: torch.Tensor, dim: int, group: GroupLike) 
 
     Local; its backward pass is collective. Differentiable.
     """
-    members = resolve_group(group)
-    input = check_call("scatter_to_parallel_region", input, members, name="input", is_local=True, dim=dim)
-    dim = normalize_dim(dim, input.ndim)
-    sizes = compute_split_shapes(input.shape[dim], members.size)
-    part: torch.Tensor = mappings._Scatter.apply(input, sizes, dim, members)
-    return part
+    return scatter_region(input, dim, group, compute_split_shapes)
 
 
 def gather_from_parallel_region(

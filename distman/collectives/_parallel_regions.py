@@ -1,0 +1,220 @@
+"""Into a parallel region and out of it: pairs of operations for models that are split over a group.
+
+They serve computations that are replicated on all ranks outside the region, with one loss that every rank holds: the
+gradients are those of that one loss, not of the sum over ranks that :mod:`distman.collectives` differentiates.
+
+Source:
+    Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019,
+    section 3, operators f and g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from distman._coordination.wait_scope import collective
+from distman._job.groups.registry import Group
+from distman.collectives._all_gather import AllGather
+from distman.collectives._all_reduce import all_reduce_sum
+from distman.collectives._exchange import LinearFunction
+from distman.collectives._validation import GroupLike, check_call, normalize_dim, resolve_group, shard_sizes
+from distman.topology import split_sizes
+
+
+@collective
+def copy_to_parallel_region(input: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
+    """Use a replicated tensor on each rank of a region: as it is, with its gradient summed over the group.
+
+    Local; its backward pass is collective. Differentiable.
+
+    Args:
+        input: A tensor that is equal on all ranks of the group.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The same values, a view.
+
+    Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
+        ValueError: The group or the device does not fit.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+
+    Example on two ranks:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> (copy_to_parallel_region(x) * (rank + 1)).sum().backward()
+        >>> x.grad  # 1 from rank 0, 2 from rank 1
+        tensor([3., 3.])
+    """
+    members = resolve_group(group)
+    input = check_call("copy_to_parallel_region", input, members, name="input", is_local=True)
+    output: torch.Tensor = _Copy.apply(input, members)
+    return output
+
+
+@collective
+def reduce_from_parallel_region(input: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
+    """Add up the partial results of the ranks of a region; the gradient of the sum is each one's gradient.
+
+    Collective. Blocking. Differentiable. 16-bit floats are added up in float32.
+
+    Args:
+        input: This rank's partial result, of one shape on all ranks.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The sum, a new tensor, equal on all ranks.
+
+    Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
+        ValueError: The group or the device does not fit.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
+
+    Example on two ranks:
+        >>> partial = torch.tensor([1.0, rank], requires_grad=True)
+        >>> total = reduce_from_parallel_region(partial)
+        >>> total.sum().backward()
+        >>> total.tolist(), partial.grad.tolist()
+        ([2.0, 1.0], [1.0, 1.0])
+    """
+    members = resolve_group(group)
+    input = check_call("reduce_from_parallel_region", input, members, name="input")
+    output: torch.Tensor = _Reduce.apply(input, members)
+    return output
+
+
+@collective
+def scatter_to_parallel_region(input: torch.Tensor, dim: int = -1, group: GroupLike = None) -> torch.Tensor:
+    """Take this rank's slice of a replicated tensor, sized by :func:`distman.split_sizes`.
+
+    Local; its backward pass is collective and gathers the slices' gradients. Differentiable.
+
+    Args:
+        input: A tensor that is equal on all ranks of the group.
+        dim: Dim to split.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The slice, a new tensor.
+
+    Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
+        ValueError: The tensor has no such dim; or the group or the device does not fit.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+
+    Example on two ranks:
+        >>> part = scatter_to_parallel_region(torch.arange(5.0))
+        >>> all_gather_objects(part.tolist())
+        [[0.0, 1.0, 2.0], [3.0, 4.0]]
+    """
+    return scatter_region(input, dim, group, split_sizes)
+
+
+def scatter_region(
+    input: torch.Tensor, dim: int, group: GroupLike, split: Callable[[int, int], list[int]]
+) -> torch.Tensor:
+    """Do what :func:`scatter_to_parallel_region` does, with another split of the dim's length into as many parts."""
+    members = resolve_group(group)
+    input = check_call("scatter_to_parallel_region", input, members, name="input", is_local=True, dim=dim)
+    dim = normalize_dim(dim, input.ndim)
+    output: torch.Tensor = _Scatter.apply(input, split(input.shape[dim], members.size), dim, members)
+    return output
+
+
+@collective
+def gather_from_parallel_region(
+    input: torch.Tensor,
+    dim: int = -1,
+    shapes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Put the slices of the ranks of a region together; the gradient of a slice is that slice of the gradient.
+
+    Collective. Blocking. Differentiable.
+
+    Args:
+        input: This rank's slice.
+        dim: Dim along which the slices follow each other.
+        shapes: Length of every rank's slice along ``dim``; None lets the ranks exchange them.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The full tensor, new and equal on all ranks.
+
+    Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
+        ValueError: Dim, shapes, group or device do not fit; without ``shapes`` on every rank: the slices differ in
+            dtype or in another dim.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
+
+    Example on two ranks:
+        >>> features = torch.full((2, rank + 1), rank)
+        >>> gather_from_parallel_region(features)
+        tensor([[0, 1, 1],
+                [0, 1, 1]])
+    """
+    members = resolve_group(group)
+    input = check_call(
+        "gather_from_parallel_region",
+        input,
+        members,
+        name="input",
+        free_dim=dim,
+        unites_grad=shapes is None,
+        dim=dim,
+        shapes=shapes,
+    )
+    input, sizes, dim = shard_sizes("gather_from_parallel_region", input, shapes, dim, members)
+    output: torch.Tensor = _Gather.apply(input, sizes, dim, members)
+    return output
+
+
+class _Copy(LinearFunction):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.arguments = (group,)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Reduce.apply(grad, *ctx.arguments), None
+
+
+class _Reduce(LinearFunction):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.arguments = (group,)
+        return all_reduce_sum(tensor, group, use_fp32=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        # A view would let two gradients share memory: autograd keeps a gradient that nobody else holds as it is.
+        return _Copy.apply(grad, *ctx.arguments) if torch.is_grad_enabled() else grad, None
+
+
+class _Scatter(LinearFunction):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
+        ctx.arguments = sizes, dim, group
+        part: torch.Tensor = tensor.split(sizes, dim)[group.rank]
+        return part.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Gather.apply(grad, *ctx.arguments), None, None, None
+
+
+class _Gather(LinearFunction):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
+        ctx.arguments = sizes, dim, group
+        full: torch.Tensor = AllGather.apply(tensor, sizes, dim, True, group)
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Scatter.apply(grad, *ctx.arguments), None, None, None
