@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -193,7 +192,7 @@ def rank_zero_first() -> AbstractContextManager[None]:
     members = _members(None)
     if members is None or members.sections is None:
         return nullcontext()
-    return _First(members.sections, 0, "rank_zero_first")
+    return _first(members.sections, 0, "rank_zero_first", f"rank_zero_first at {call_site()}")
 
 
 def local_rank_zero_first() -> AbstractContextManager[None]:
@@ -209,7 +208,8 @@ def local_rank_zero_first() -> AbstractContextManager[None]:
     if sections is None:
         return nullcontext()
     local_ranks = [DistributedManager().roll_call[rank].local_rank for rank in sections.store_group.ranks]
-    return _First(sections, local_ranks.index(min(local_ranks)), "local_rank_zero_first")
+    first = local_ranks.index(min(local_ranks))
+    return _first(sections, first, "local_rank_zero_first", f"local_rank_zero_first at {call_site()}")
 
 
 def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
@@ -232,7 +232,9 @@ def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
         >>> norms(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
         tensor([ 5., 10.])
     """
-    module = func if isinstance(func, torch.nn.Module) else _Forward(func)
+    module = func if isinstance(func, torch.nn.Module) else torch.nn.Module()
+    if module is not func:
+        module.forward = func
 
     @functools.wraps(func)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -243,14 +245,6 @@ def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return call
-
-
-class _Forward(torch.nn.Module):
-    """A function as a module, for DataParallel."""
-
-    def __init__(self, func: Callable[P, R]) -> None:
-        super().__init__()
-        self.forward = func
 
 
 def _run_on(
@@ -264,7 +258,8 @@ def _run_on(
 ) -> R | None:
     """Run a function on some ranks of a group, and make the outcome that of all."""
     if members is None:
-        return _run_alone(run, what, 0)
+        with Restricted(what, frozenset([0])):
+            return run()
     is_active = members.rank in ranks
     if is_outside():
         return run() if is_active else None
@@ -276,9 +271,13 @@ def _run_on(
                 check_all_run_here(members.ranks)
         return run() if is_active else None
     if members.sections is None:
-        return _run_alone(run, what, members.ranks[members.rank])
+        with Restricted(what, frozenset(members.ranks)):
+            return run()
     section = members.sections.begin(what, range(members.size) if barrier else ranks, depth=depth())
-    result = _run_and_tell(section, run, Restricted(what, runners)) if is_active else None
+    result = None
+    if is_active:
+        with _told_by(section), Restricted(what, runners):
+            result = run()
     with WaitScope(what):
         is_over = section.succeed() if is_active or barrier else False
         if not is_over:
@@ -286,52 +285,34 @@ def _run_on(
     return broadcast_data(result, ranks[0], members.process_group) if broadcast else result
 
 
-def _run_and_tell(section: ExclusiveSection, run: Callable[[], R], region: Restricted) -> R:
+@contextmanager
+def _told_by(section: ExclusiveSection) -> Iterator[None]:
+    """Tell the ranks that wait for a section of an error in it; of the job's failure they hear anyway."""
     try:
-        with region:
-            return run()
-    except JobFailed:  # the others hear of it too
+        yield
+    except JobFailed:
         raise
     except BaseException as error:
         section.fail(error)
         raise
 
 
-def _run_alone(run: Callable[[], R], what: str, rank: int) -> R:
-    with Restricted(what, frozenset([rank])):
-        return run()
-
-
-class _First(AbstractContextManager[None]):
-    """One rank of a store group, given by its index in the group, runs through a block before the others."""
-
-    def __init__(self, sections: ExclusiveSections, first: int, what: str) -> None:
-        self._sections = sections
-        self._first = first
-        self._what = what
-        self._place = f"{what} at {call_site()}"
-
-    def __enter__(self) -> None:
-        store_group = self._sections.store_group
-        region = restriction()
-        is_joint = not is_outside() and (region is None or region.ranks.issuperset(store_group.ranks))
-        self._section = self._sections.begin(self._what, [self._first], depth=depth()) if is_joint else None
-        if self._section is not None and store_group.rank != self._first:
-            with WaitScope(self._what):
-                self._section.wait()
-        self._region = Restricted(self._place, frozenset([store_group.ranks[store_group.rank]]))
-        self._region.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._region.__exit__(kind, error, trace)
-        if self._section is None or self._sections.store_group.rank != self._first:
-            return
-        if error is None:
-            self._section.succeed()
-        else:
-            self._section.fail(error)
+@contextmanager
+def _first(sections: ExclusiveSections, first: int, what: str, place: str) -> Iterator[None]:
+    """Let one rank of a store group, given by its index in the group, run through a block before the others."""
+    store_group = sections.store_group
+    region = restriction()
+    is_joint = not is_outside() and (region is None or region.ranks.issuperset(store_group.ranks))
+    section = sections.begin(what, [first], depth=depth()) if is_joint else None
+    is_first = store_group.rank == first
+    if section is not None and not is_first:
+        with WaitScope(what):
+            section.wait()
+    telling = _told_by(section) if section is not None and is_first else nullcontext()
+    with telling, Restricted(place, frozenset([store_group.ranks[store_group.rank]])):
+        yield
+    if section is not None and is_first:
+        section.succeed()
 
 
 def _members(group: GroupLike) -> Group | None:
