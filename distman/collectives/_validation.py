@@ -25,7 +25,7 @@ from distman.collectives._border import (
 )
 from distman.collectives._numbers import all_gather_numbers, control_device
 from distman.manager import DistributedManager
-from distman.topology._partition import is_whole_number
+from distman.topology import is_whole_number
 
 GroupLike = dist.ProcessGroup | str | None
 

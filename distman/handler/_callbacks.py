@@ -14,7 +14,7 @@ from distman.checkpoint._folder import check_writable
 from distman.handler._events import Callback
 from distman.handler._history import Record, sign_of
 from distman.handler._sharded_state import save_in
-from distman.topology._partition import is_whole_number
+from distman.topology import is_whole_number
 
 if TYPE_CHECKING:
     from distman.handler._nn_handler import NNHandler

@@ -29,7 +29,7 @@ from distman.handler._sharded_state import save_in
 from distman.handler._step_records import StepRecords, TakenStep
 from distman.manager import DistributedManager
 from distman.metrics import aggregate_loss
-from distman.topology._partition import is_whole_number
+from distman.topology import is_whole_number
 from distman.training import Stepper
 from distman.training._changes import Changes
 from distman.training._engine import Engine

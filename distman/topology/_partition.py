@@ -52,7 +52,7 @@ class Partition(abc.ABC):
     """The ranks of a job in blocks of ascending ranks.
 
     Example:
-        >>> pairs = GridPartition.whole(8).split(2)
+        >>> pairs = mesh_plan((4, 2), ("data", "model"), world_size=8).partitions["model"]
         >>> print(pairs)
         [0, 1] [2, 3] [4, 5] [6, 7]
         >>> print(pairs.orthogonal())
@@ -79,7 +79,7 @@ class Partition(abc.ABC):
             rank: The rank, below :attr:`world_size`.
 
         Example:
-            >>> GridPartition.whole(8).split(2).block_of(5)
+            >>> mesh_plan((4, 2), ("data", "model"), world_size=8).partitions["model"].block_of(5)
             (4, 5)
         """
 
@@ -103,7 +103,7 @@ class Partition(abc.ABC):
             ValueError: A block does not divide into pieces of that size.
 
         Example:
-            >>> print(GridPartition.whole(8).split(4))
+            >>> print(mesh_plan((1, 8), ("data", "model"), world_size=8).partitions["model"].split(4))
             [0, 1, 2, 3] [4, 5, 6, 7]
         """
 
@@ -120,7 +120,7 @@ class Partition(abc.ABC):
             ValueError: The blocks differ in size.
 
         Example:
-            >>> nodes = GridPartition.whole(8).split(4)
+            >>> nodes = mesh_plan((2, 4), ("data", "model"), world_size=8).partitions["model"]
             >>> print(nodes.split(2).orthogonal(within=nodes))
             [0, 2] [1, 3] [4, 6] [5, 7]
         """
@@ -148,18 +148,10 @@ class GridPartition(Partition):
     """Ranks laid out row by row on a grid, with blocks that extend along some of its axes.
 
     Axes of length 1 are dropped and neighbours of one kind are merged, so that equal partitions are equal objects.
-
-    Attributes:
-        grid: Lengths of the axes; the last one varies fastest with the rank.
-        along: Whether blocks extend along an axis, for each axis.
-
-    Example:
-        >>> GridPartition.of([2, 2, 3], [1, 2])
-        GridPartition(grid=(2, 6), along=(False, True))
     """
 
-    grid: tuple[int, ...]
-    along: tuple[bool, ...]
+    grid: tuple[int, ...]  # lengths of the axes; the last one varies fastest with the rank
+    along: tuple[bool, ...]  # whether blocks extend along an axis, for each axis
     _strides: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -168,57 +160,33 @@ class GridPartition(Partition):
 
     @classmethod
     def of(cls, grid: Sequence[int], along: Iterable[int]) -> GridPartition:
-        """Return the partition of a grid into blocks along some of its axes.
-
-        Local.
-
-        Args:
-            grid: Lengths of the axes.
-            along: Indices of the axes along which blocks extend.
-
-        Example:
-            >>> print(GridPartition.of([2, 3], [0]))
-            [0, 3] [1, 4] [2, 5]
-        """
+        """Return the partition of a grid into blocks along the axes of these indices."""
         chosen = set(along)
-        kinds = ((length, axis in chosen) for axis, length in enumerate(grid) if length != 1)
-        merged = [
-            (math.prod(length for length, _ in run), is_along)
-            for is_along, run in itertools.groupby(kinds, key=lambda kind: kind[1])
-        ]
-        return cls(tuple(length for length, _ in merged), tuple(is_along for _, is_along in merged))
+        return cls._merged((length, axis in chosen) for axis, length in enumerate(grid))
+
+    @classmethod
+    def _merged(cls, axes: Iterable[tuple[int, bool]]) -> GridPartition:
+        longer = (axis for axis in axes if axis[0] != 1)
+        grouped = itertools.groupby(longer, key=lambda axis: axis[1])
+        runs = [(math.prod(length for length, _ in run), is_along) for is_along, run in grouped]
+        return cls(tuple(length for length, _ in runs), tuple(is_along for _, is_along in runs))
 
     @classmethod
     def whole(cls, world_size: int) -> GridPartition:
-        """Return the partition that has all ranks in one block.
-
-        Local.
-
-        Args:
-            world_size: Number of ranks.
-
-        Example:
-            >>> print(GridPartition.whole(4))
-            [0, 1, 2, 3]
-        """
+        """Return the partition that has all ranks in one block."""
         return cls.of([world_size], [0])
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return math.prod(self.grid)
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks."""
         return math.prod(length for length, is_along in zip(self.grid, self.along, strict=True) if not is_along)
 
     @property
     def key(self) -> str:
-        """The lengths of the axes, with a star at those along which blocks extend."""
-        return "x".join(
-            f"{length}{'*' if is_along else ''}" for length, is_along in zip(self.grid, self.along, strict=True)
-        )
+        return "x".join(f"{length}{'*' * is_along}" for length, is_along in zip(self.grid, self.along, strict=True))
 
     def block_of(self, rank: int) -> tuple[int, ...]:
         offsets = [0]
@@ -254,8 +222,7 @@ class GridPartition(Partition):
                 return ListedPartition(tuple(self.blocks())).split(size)
             axes += [(inner, True), (length // inner, False)]
             left //= inner
-        axes.reverse()
-        return GridPartition.of([length for length, _ in axes], [i for i, axis in enumerate(axes) if axis[1]])
+        return GridPartition._merged(reversed(axes))
 
     def orthogonal(self, within: Partition | None = None) -> Partition:
         if within is None:
@@ -269,8 +236,7 @@ class GridPartition(Partition):
             (end // start, within._is_along(start) and not self._is_along(start))
             for start, end in itertools.pairwise(ends)
         ]
-        axes.reverse()
-        return GridPartition.of([length for length, _ in axes], [i for i, axis in enumerate(axes) if axis[1]])
+        return GridPartition._merged(reversed(axes))
 
     def _is_along(self, stride: int) -> bool:
         """Return whether blocks extend along the axis on which a step of this many ranks lies."""
@@ -279,16 +245,7 @@ class GridPartition(Partition):
 
 @dataclass(frozen=True)
 class ListedPartition(Partition):
-    """Blocks of any sizes, given one by one.
-
-    Attributes:
-        listed: The blocks.
-
-    Example:
-        >>> blocks = ListedPartition(((0, 3, 4), (1, 2)))
-        >>> blocks.block_of(3), blocks.num_blocks
-        ((0, 3, 4), 2)
-    """
+    """Blocks of any sizes, given one by one."""
 
     listed: tuple[tuple[int, ...], ...]
     _block_by_rank: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
@@ -305,17 +262,14 @@ class ListedPartition(Partition):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return sum(map(len, self.listed))
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks."""
         return len(self.listed)
 
     @property
     def key(self) -> str:
-        """The blocks themselves."""
         return " ".join(str(list(block)) for block in self.listed)
 
     def block_of(self, rank: int) -> tuple[int, ...]:

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Sequence
 
 from distman._cli.output import shorten_ranks
 from distman.topology import (
+    READY_MADE,
+    Partition,
     Plan,
     ProcessGroupConfig,
     ProcessGroupNode,
-    Spread,
+    check_new_names,
     mesh_plan,
-    spread_over_nodes,
+    resolve_mesh_shape,
     tree_plan,
 )
-from distman.topology._plan import READY_MADE, check_new_names, resolve_mesh_shape
 
 _SHOWN_RUNS = 4  # runs of ranks in a line; a line of a terminal holds no more
 
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Over how many nodes the groups of a name extend."""
+
+    num_groups: int
+    num_on_one_node: int
+    min_nodes: int  # of a group that extends over fewest
+    max_nodes: int  # of a group that extends over most
+
+    @classmethod
+    def of(cls, partition: Partition, ranks_per_node: int) -> Spread:
+        counts = Counter(len({rank // ranks_per_node for rank in block}) for block in partition.blocks())
+        return cls(partition.num_blocks, counts[1], min(counts), max(counts))
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -46,7 +62,7 @@ class Layout:
         """Over how many nodes the groups extend, by name; empty where that is not known."""
         if self.ranks_per_node is None:
             return {}
-        return {name: spread_over_nodes(groups, self.ranks_per_node) for name, groups in self.plan.partitions.items()}
+        return {name: Spread.of(groups, self.ranks_per_node) for name, groups in self.plan.partitions.items()}
 
     def warnings(self) -> list[str]:
         """Return what is wrong with the plan although it fits: an innermost axis that crosses nodes."""
@@ -54,7 +70,7 @@ class Layout:
         if per_node is None or len(outer) < 2:
             return []
         innermost, size = outer.popitem()
-        if self.spreads[innermost].is_on_one_node:
+        if self.spreads[innermost].max_nodes == 1:
             return []
         fitting = [name for name, length in outer.items() if per_node % length == 0]
         if size < per_node:
@@ -96,7 +112,7 @@ def shorten(ranks: Sequence[int]) -> str:
 def where(spread: Spread, group_size: int) -> str:
     """Return a phrase that says whether groups stay on one node."""
     each = "each " if spread.num_groups > 1 else ""
-    if spread.is_on_one_node:
+    if spread.max_nodes == 1:
         return f"{each}within one node"
     nodes = "-".join(map(str, sorted({max(spread.min_nodes, 2), spread.max_nodes})))
     if spread.num_on_one_node:

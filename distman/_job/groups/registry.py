@@ -40,8 +40,7 @@ from distman._torch_internals import (
     mesh_without_groups,
 )
 from distman.errors import DistmanError, UndefinedGroupError, _undefined_group
-from distman.topology import GridPartition, Partition, Plan
-from distman.topology._plan import READY_MADE, check_new_names
+from distman.topology import READY_MADE, GridPartition, Partition, Plan, check_new_names
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch.distributed.device_mesh import DeviceMesh
 
 from distman._job.manager.state import SharedState
-from distman.topology import Plan, ProcessGroupConfig, ProcessGroupNode, mesh_plan, tree_plan
-from distman.topology._plan import resolve_mesh_shape
+from distman.topology import Plan, ProcessGroupConfig, ProcessGroupNode, mesh_plan, resolve_mesh_shape, tree_plan
 
 
 class GroupCreation(SharedState):

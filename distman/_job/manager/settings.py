@@ -15,7 +15,7 @@ from distman._coordination.monitor.context import WatchLimits
 from distman._job.job import Limits
 from distman.environments import LaunchEnvironment, detect, misspelt_variables
 from distman.environments._base import read_flag
-from distman.topology._partition import is_whole_number
+from distman.topology import is_whole_number
 
 # Variables of the environment, with the seconds that hold without them.
 _TIMEOUT = ("DISTMAN_TIMEOUT", 3600.0)  # ranks may do different work for long, such as saving on one of them

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import distman.manager
 from distman._job.manager.state import instance_property
 from distman.errors import NotInitializedError, UndefinedGroupError
-from distman.topology._plan import READY_MADE
+from distman.topology import READY_MADE
 
 __all__ = [
     "DistributedManager",
