@@ -1,8 +1,8 @@
 """How the ranks of a group on one host connect to each other: they agree over gloo where each listens, and dial there.
 
-A rank listens at a path in a folder of its own, which other users cannot enter, and which other network namespaces see;
-and at an abstract name, which other mount namespaces see. The kernel says whose process is at the other end, and both
-sides prove that they know the job's key and what was agreed. Pairs that cannot connect go on over gloo.
+A rank listens at an abstract name, which is in no folder. The kernel says whose process is at the other end, and both
+sides prove that they know the job's key and what was agreed. Pairs that cannot connect, since they are in different
+network namespaces for example, go on over gloo.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import errno
 import os
 import resource
 import socket
-import tempfile
 from collections.abc import Iterator, Sequence
 from hmac import compare_digest
-from pathlib import Path
 from struct import Struct
 from typing import NamedTuple
 
@@ -31,17 +29,15 @@ from distman.manager import DistributedManager
 
 _TAG = 2**31 - 2  # of the messages by which the ranks agree; those of collectives are drawn from as many numbers
 _SEND_BYTES = 212_992  # the kernel makes twice as many: with its default, 256 KiB take five times as long
-_PATIENCE = 3.0  # seconds to connect, where strangers stand in line
-_MOST_PATH_BYTES = 107
-_PLACE = Struct(f"=?{NONCE_BYTES}s{_MOST_PATH_BYTES}s")
+_PATIENCE = 3.0  # seconds to connect, where strangers wait too
+_PLACE = Struct(f"=?{NONCE_BYTES}s")
 
 
 class _Place(NamedTuple):
-    """Where a rank listens, if it does: at a path, if it has one, and at a name made of what it has drawn."""
+    """Where a rank listens, if it does: at a name made of what it has drawn."""
 
-    listens: bool = False
-    nonce: bytes = b""
-    path: bytes = b""  # zeros may follow
+    listens: bool
+    nonce: bytes
 
 
 class Meeting:
@@ -60,7 +56,9 @@ class Meeting:
             self._stack.pop_all()
 
     def _meet(self) -> None:
-        with _listening(os.urandom(NONCE_BYTES)) as (listeners, mine):
+        nonce = os.urandom(NONCE_BYTES)
+        with _listening(nonce) as listener:
+            mine = _Place(listener is not None, nonce)
             found = self._swap([_PLACE.pack(*mine)] * len(self._others))
             self._places = dict(zip(self._others, (_Place(*_PLACE.unpack(row)) for row in found), strict=True))
             self._places[self._me] = mine
@@ -69,7 +67,7 @@ class Meeting:
             for rank in self._others if mine.listens else ():
                 if rank < self._me and self._places[rank].listens:
                     self._dial(rank)
-            self._accept(listeners, {rank for rank in self._swap_flags() if rank > self._me})
+            self._accept(listener, {rank for rank in self._swap_flags() if rank > self._me})
             known = self._swap_flags()
         for rank in {rank for rank in self.sockets if rank < self._me}:
             if rank not in known:
@@ -78,28 +76,25 @@ class Meeting:
                 raise RuntimeError(f"rank {rank} of the group must prove that it belongs to the job, and did not")
 
     def _dial(self, rank: int) -> None:
-        """Connect to a rank, wherever the kernel lets this one pass."""
-        for address in (self._places[rank].path.rstrip(b"\0"), _name_of(self._places[rank].nonce)):
-            with contextlib.suppress(OSError):
-                one = _dial_at(address, self._proof(b"client", self._me, rank))
-                self.sockets[rank] = self._stack.enter_context(one)
-                return
+        """Connect to a rank, if the kernel lets this one."""
+        with contextlib.suppress(OSError):
+            one = _dial_at(_name_of(self._places[rank].nonce), self._proof(b"client", self._me, rank))
+            self.sockets[rank] = self._stack.enter_context(one)
 
-    def _accept(self, listeners: Sequence[socket.socket], callers: set[int]) -> None:
-        """Let in the ranks that have dialled, who have said all they had to."""
-        for listener in listeners:
-            while callers:
-                try:
-                    one = _checked(listener.accept()[0])
-                except OSError:  # nobody else stands in line, or no more files can be opened
-                    break
-                rank = self._caller(one, callers)
-                if rank in callers:
-                    callers.discard(rank)
-                    self.sockets[rank] = self._stack.enter_context(one)
-                    one.sendall(self._proof(b"server", rank, self._me))
-                else:
-                    one.close()
+    def _accept(self, listener: socket.socket | None, callers: set[int]) -> None:
+        """Let in the ranks that have dialled and said all they had to."""
+        while callers and listener is not None:
+            try:
+                one = _checked(listener.accept()[0])
+            except OSError:  # no other caller waits, or no more files can be opened
+                break
+            rank = self._caller(one, callers)
+            if rank in callers:
+                callers.discard(rank)
+                self.sockets[rank] = self._stack.enter_context(one)
+                one.sendall(self._proof(b"server", rank, self._me))
+            else:
+                one.close()
 
     def _caller(self, one: socket.socket, callers: set[int]) -> int:
         """Return the rank that has connected; -1 for a stranger."""
@@ -133,18 +128,13 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def _listening(nonce: bytes) -> Iterator[tuple[list[socket.socket], _Place]]:
-    """Listen at a path and a name, where they can be had, and yield the sockets and where they are."""
+def _listening(nonce: bytes) -> Iterator[socket.socket | None]:
+    """Listen at a name, if it can be had and this rank is to use sockets, and yield the socket."""
     with contextlib.ExitStack() as stack:
-        found: dict[bytes, socket.socket] = {}
-        path = b""
+        listener = None
         with contextlib.suppress(OSError):
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="distman-", ignore_cleanup_errors=True))
-            path = os.fsencode(Path(folder) / "socket")
-        for address in filter(None, (path, _name_of(nonce)) if is_wanted() else ()):
-            with contextlib.suppress(OSError):
-                found[address] = stack.enter_context(_listener(address))
-        yield [*found.values()], _Place(bool(found), nonce, path if path in found else b"")
+            listener = stack.enter_context(_listener(_name_of(nonce))) if is_wanted() else None
+        yield listener
 
 
 def _listener(address: bytes) -> socket.socket:
