@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from distman.fft._afno import DistributedAFNO
 from distman.fft._frequencies import fftfreq, fftshift, ifftshift, rfftfreq
-from distman.fft._model_parallel import DistributedIRFFT2, DistributedRFFT2
 from distman.fft._one_dim import fft, hfft, ifft, ihfft, irfft, rfft
 from distman.fft._transforms import (
+    DistributedIRFFT2,
+    DistributedRFFT2,
     fft2,
     fftn,
     ifft2,

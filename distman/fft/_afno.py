@@ -15,7 +15,7 @@ from torch import nn
 from distman import mappings
 from distman.collectives import broadcast_data
 from distman.errors import UndefinedGroupError
-from distman.fft._model_parallel import DistributedIRFFT2, DistributedRFFT2
+from distman.fft._transforms import DistributedIRFFT2, DistributedRFFT2
 from distman.manager import DistributedManager
 from distman.topology import split_sizes
 
@@ -338,7 +338,7 @@ def _on_parts(function: Callable[[torch.Tensor], torch.Tensor], modes: torch.Ten
 
 
 def _slice(full: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return this rank's slice of a weight; it may lie on any device."""
+    """Return this rank's slice of a weight; on whatever device it is."""
     parts: tuple[torch.Tensor, ...] = full.detach().split(split_sizes(full.shape[dim], _size_of(_CHANNELS)), dim)
     return parts[_rank_in(_CHANNELS)].clone()
 

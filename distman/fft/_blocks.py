@@ -1,7 +1,7 @@
 """Transforms of dims that are whole on this rank, done in blocks that fit a processor's cache.
 
-A transform along a dim with a large stride, all at once, takes many times as long as its arithmetic: every number lies
-on another page. So a block is copied in the order in which it lies, turned in the cache, and transformed there.
+A transform along a dim with a large stride, all at once, takes many times as long as its arithmetic: every number is
+on another page. So a block is copied in the order of its memory, turned in the cache, and transformed there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Run = tuple[int, int]  # start and length
 Kind = Literal["fft", "ifft", "rfft", "irfft"]
 
 _BLOCK_BYTES = 2**20  # bytes per thread: most of a block and its transform stay in a second-level cache of 2 MiB
-_FEWEST = 16  # numbers that lie side by side: fewer would leave cache lines half read, or write them more than once
+_FEWEST = 16  # numbers side by side: fewer would leave cache lines half read, or write them more than once
 _MOST_BYTES = 2**24  # of a block that would have fewer: it takes memory beside the tensor and its transform
 
 ADJOINT: dict[Kind, Kind] = {"fft": "ifft", "ifft": "fft", "rfft": "irfft", "irfft": "rfft"}

@@ -185,5 +185,5 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _reversed(part: slice, length: int) -> slice:
-    """Return where a part of rows lies in their reversed order."""
+    """Return where a part of rows is in their reversed order."""
     return slice(length - part.stop, length - part.start)

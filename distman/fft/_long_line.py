@@ -1,6 +1,6 @@
 """A transform of one long line that no rank holds as a whole.
 
-A line of ``n = rows * columns`` points is a matrix whose rows lie one behind the other. With ``w = exp(-2 pi i / n)``
+A line of ``n = rows * columns`` points is a matrix whose rows follow each other. With ``w = exp(-2 pi i / n)``
 and the points ``j = j1 * columns + j2``, the frequency ``k = k1 + rows * k2`` is
 
     sum over j2 of  w ** (rows * j2 * k2)  *  w ** (j2 * k1)  *  sum over j1 of  w ** (columns * j1 * k1) * x[j1, j2]
