@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
+import inspect
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -75,6 +76,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         >>> manager
         DistributedManager(rank 0 of 1, local rank 0 of 1 on ..., node 0 of 1, cpu, no process group, single)
     """
+
+    __signature__ = inspect.Signature()  # of a call by users; ``__new__`` takes anything for classes based on this one
 
     @classmethod
     def initialize(
