@@ -16,6 +16,7 @@ DESCRIPTION = "Start a job of many processes, look at it before it runs, and wri
 
 _COMMANDS = {
     "run": ("distman._cli.run.command", "start the ranks of a job on this machine"),
+    "keep": ("distman._cli.keep.command", "start a job, and again when it fails, without the host that made it fail"),
     "env": ("distman._cli.env", "show what was detected, from which variables, and why, and what will go wrong"),
     "check": (
         "distman._cli.check.command",

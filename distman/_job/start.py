@@ -23,6 +23,7 @@ from distman._coordination.messages import count
 from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.current_watcher import failure_behind, look_after_others, watch_collectives
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched
+from distman._coordination.restart_notes import note_host
 from distman._job.device import backend_for, is_pure_gloo, pick_device, wait_for
 from distman._job.group_end import end_groups
 from distman._job.interface import choose_interface, forget_interface, stay_on_this_host
@@ -100,6 +101,8 @@ def start(
         watcher = watch(job, watch_limits)
         _make_process_group(job, rendezvous.store, rendezvous.job_store.url)
         count(rendezvous.store, protocol.STARTED, 1)
+        if peer.local_rank == 0:
+            note_host([one.rank for one in rendezvous.peers if one.node_rank == peer.node_rank])
     except BaseException as error:  # Ctrl-C too: the others make their groups, and wait for this one
         record = failure_behind(error, "the start")
         undo(job, watcher, error, record)

@@ -15,6 +15,7 @@ import torch
 
 from distman._base.log import logger
 from distman._base.text import printable
+from distman._coordination.restart_notes import note_saved
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._location import Location, locate
@@ -191,16 +192,16 @@ class CheckpointFolder:
         """Return where the checkpoint of a step goes, and what rank 0 does when it is there."""
         if operator.index(step) < 0:
             raise ValueError(f"step must be 0 or more, got {step}. Count the steps from 0.")
-        name, stays = self._name(step), {self._name(one) for one in good}
-        return self._location / name, functools.partial(self._tidy, name, is_best=is_best, stays=stays)
+        stays = {self._name(one) for one in good}
+        return self._location / self._name(step), functools.partial(self._tidy, step, is_best=is_best, stays=stays)
 
     def _prepare(self) -> None:
         self._names()
         self._location.storage.remove_leftovers(self._location.place)
 
-    def _tidy(self, name: str, *, is_best: bool, stays: set[str]) -> None:
+    def _tidy(self, step: int, *, is_best: bool, stays: set[str]) -> None:
         """Let the links name a new checkpoint, and remove those that are not kept."""
-        storage, folder = self._location.storage, self._location
+        storage, folder, name = self._location.storage, self._location, self._name(step)
         storage.link((folder / self._latest_link).place, name)
         if is_best:
             storage.link((folder / self._best_link).place, name)
@@ -209,6 +210,7 @@ class CheckpointFolder:
             for one in sorted(self._complete())[: -self._keep]:
                 if one.name not in stays:
                     storage.remove((folder / one.name).place)
+        note_saved(step)
 
     def _name(self, step: int) -> str:
         return f"checkpoint-{step:08d}{self._suffix}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--folder", type=_not_empty, metavar="DIR", help="a folder that all ranks must see")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="check this host alone, without a job, in seconds")
     parser.set_defaults(run=run)
 
 
@@ -50,7 +52,10 @@ def _not_empty(text: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 where all ranks came, every collective was exact and all see the named folder, else 1. Collective."""
+    if arguments.quick:
+        return _check_host(is_json=arguments.json)
     from distman._cli.own_job import explain, own_fault, start_job
+
 
     environment: LaunchEnvironment | None = None
     try:
@@ -87,6 +92,18 @@ def run(arguments: argparse.Namespace) -> int:
     if findings.error is None:
         manager.cleanup()
     return 1 if problems(findings) else 0
+
+
+def _check_host(*, is_json: bool) -> int:
+    from distman._cli.check.quick import problems_of_host
+    from distman._coordination.restart_notes import count_oom_kills
+
+    found, host = problems_of_host(), socket.gethostname()
+    if is_json:
+        print(json.dumps({"host": host, "problems": found, "oom_kills": count_oom_kills(), "is_ok": not found}))
+    else:
+        print_text("\n".join(f"WRONG: {host} {problem}." for problem in found) or f"{host} is fine.")
+    return 1 if found else 0
 
 
 def _examine(manager: DistributedManager, findings: Findings, folder: str | None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from distman._base.private_files import write_new
 from distman._coordination.failure.record import EXITED, FailureRecord
+from distman._coordination.restart_notes import note_failure
 from distman.environments import LAUNCHERS, detect
 from distman.errors import DistmanError
 
@@ -31,6 +32,7 @@ def write_error_file(rank: int, mine: FailureRecord, first: FailureRecord | None
     torchrun blames the rank with the earliest time, in whole seconds. So a rank that is not the first to fail gives the
     next second.
     """
+    note_failure(first or mine)
     own = mine if mine.rank == rank else None
     if own is not None and own.error_type == EXITED:
         return  # which says nothing of why: the starter shows what the rank wrote last

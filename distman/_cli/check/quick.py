@@ -1,0 +1,61 @@
+"""``distman check --quick``: whether this host can run ranks, in seconds and without a job."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_SIZE = 512  # of the square matrices that are multiplied
+_MEMORY = 256 << 20  # bytes that are written and read again
+_SHARED_MEMORY = 64 << 20  # bytes that must be free in /dev/shm, where loaders and backends put batches and buffers
+_SLOW = 2.0  # seconds for what takes milliseconds on a healthy host
+
+
+def problems_of_host() -> list[str]:
+    """Return what is wrong with this host, each as "computes wrong numbers": what follows its name in a sentence."""
+    return [*_computing(), *_memory(), *_files()]
+
+
+def _computing() -> Iterator[str]:
+    """Multiply matrices of small integers, whose product is exact, on the CPU and on every GPU that is visible."""
+    factor = torch.arange(_SIZE * _SIZE, dtype=torch.float64).remainder(7).reshape(_SIZE, _SIZE)
+    expected = (factor.long() @ factor.long()).double()
+    for device in ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]:
+        began = time.monotonic()
+        try:
+            product = (factor.to(device) @ factor.to(device)).cpu()
+        except RuntimeError as error:
+            yield f"cannot compute on {device} ({str(error).splitlines()[0]})"
+            continue
+        if not torch.equal(product, expected):
+            yield f"computes wrong numbers on {device}"
+        elif device == "cpu" and time.monotonic() - began > _SLOW:
+            yield f"takes {time.monotonic() - began:.0f} s for a small product of matrices"
+
+
+def _memory() -> Iterator[str]:
+    try:
+        pattern = torch.arange(_MEMORY // 8)
+    except RuntimeError:
+        yield f"has no {_MEMORY >> 20} MiB of memory left"
+        return
+    if pattern.sum().item() != (_MEMORY // 8) * (_MEMORY // 8 - 1) // 2:
+        yield "reads other numbers from memory than were written"
+
+
+def _files() -> Iterator[str]:
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or shutil.disk_usage(shared).free < _SHARED_MEMORY:
+        yield f"has less than {_SHARED_MEMORY >> 20} MiB free in {shared}"
+    for folder in (tempfile.gettempdir(), Path.cwd()):
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"distman")
+                file.flush()
+        except OSError as error:
+            yield f"cannot write to {folder} ({error.strerror})"

@@ -1,0 +1,149 @@
+"""``distman keep``: start a job, and again when it fails, without the host that made it fail."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from distman._base.text import printable
+from distman._cli.arguments import at_least
+from distman._cli.keep.attempt import Ended, run_attempt
+from distman._cli.keep.placement import Placement, place
+from distman._cli.keep.verdict import Notes, Verdict, judge
+
+_EPILOG = (
+    "A host is bad if one of its ranks fell silent, could not be reached, or was killed from outside; not if the program "
+    "raised an error or memory ran out. A host that runs `distman keep` itself cannot be survived."
+)
+_GRACE = 10.0  # seconds
+_RESTARTS = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "distman keep [options] -- srun [options] python train.py"
+    parser.description = (
+        "Start a job, and start it again when it fails: in an allocation of Slurm without the host that made it fail, "
+        "else on this machine. The program resumes from its last checkpoint by itself."
+    )
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "--restarts",
+        type=at_least(0),
+        default=_RESTARTS,
+        metavar="N",
+        help=f"give up after as many in a row without a new checkpoint (default: {_RESTARTS})",
+    )
+    parser.add_argument(
+        "--spare", type=at_least(0), default=0, metavar="K", help="nodes of the allocation that wait for one to fail"
+    )
+    parser.add_argument("--min-nodes", type=at_least(1), metavar="M", help="go on with fewer nodes, and fewer ranks")
+    parser.add_argument(
+        "--until",
+        type=at_least(1),
+        metavar="STEP",
+        help="start again after an end without error, up to this checkpoint",
+    )
+    parser.add_argument(
+        "--grace",
+        type=at_least(0),
+        default=_GRACE,
+        metavar="SECONDS",
+        help=f"for the other ranks to end once one has failed (default: {_GRACE:g})",
+    )
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="a folder that all hosts see, for notes (default: this one)"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Return the exit code of the last try."""
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        arguments.parser.error("name the command that starts the job, such as srun python train.py")
+    try:
+        placement = place(command, os.environ, arguments.spare, arguments.min_nodes)
+    except ValueError as problem:
+        arguments.parser.error(str(problem))
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix=".distman-keep-", dir=arguments.folder or Path.cwd(), ignore_cleanup_errors=True
+        ) as folder:
+            return _Keeper(arguments, placement, Path(folder)).run()
+    except OSError as error:
+        _say(f"{error}. Nothing is running.")
+        return 1
+
+
+class _Keeper:
+    def __init__(self, arguments: argparse.Namespace, placement: Placement, folder: Path) -> None:
+        self._arguments = arguments
+        self._placement = placement
+        self._folder = folder
+        self._bad_hosts: set[str] = set()
+        self._saved = -1  # the step of the last checkpoint
+        self._fruitless = 0  # restarts in a row without a new one
+
+    def run(self) -> int:
+        """Start tries until one ends the job, and return its exit code."""
+        for number in itertools.count():
+            ended, notes = self._try(number)
+            reason = self._why_over(ended, notes)
+            if reason is not None:
+                if reason:
+                    _say(reason)
+                return ended.exit_code
+        raise AssertionError
+
+    def _try(self, number: int) -> tuple[Ended, Notes]:
+        folder = self._folder / str(number)
+        folder.mkdir()
+
+        def end_step() -> None:
+            self._placement.end_step(Notes.read(folder).step)
+
+        command = self._placement.command(self._bad_hosts, is_again=number > 0)
+        ended = run_attempt(command, folder, self._arguments.grace, end_step)
+        return ended, Notes.read(folder)
+
+    def _why_over(self, ended: Ended, notes: Notes) -> str | None:
+        """Return why there is no further try, "" where that is plain, or None and say why there is one."""
+        self._count(notes)
+        until = self._arguments.until
+        if ended.interruption is not None or ended.exit_code == os.EX_TEMPFAIL:
+            return ""
+        if ended.exit_code == 0 and (until is None or self._saved >= until):
+            return ""
+        if ended.exit_code:
+            verdict = judge(notes, ended.exit_code, ended.errors, self._placement.check)
+        else:
+            verdict = Verdict(f"it ended before step {until} was saved")
+        bad_hosts = sorted(verdict.bad_hosts.intersection(self._placement.hosts))
+        self._bad_hosts.update(bad_hosts)
+        left_out = f" Left out from now on: {', '.join(bad_hosts)}." if bad_hosts else ""
+        _say(f"{verdict.reason}.{left_out} {self._saved_so_far()}")
+        if self._fruitless > self._arguments.restarts:
+            return f"gives up: {self._fruitless} tries in a row have saved nothing new."
+        lack = self._placement.lacks_hosts(self._bad_hosts)
+        if lack is not None:
+            return f"gives up: {lack}."
+        _say("starts the job again.")
+        return None
+
+    def _count(self, notes: Notes) -> None:
+        is_new = notes.saved is not None and notes.saved > self._saved
+        self._fruitless = 0 if is_new else self._fruitless + 1
+        if notes.saved is not None:
+            self._saved = max(self._saved, notes.saved)
+
+    def _saved_so_far(self) -> str:
+        return "Nothing was saved." if self._saved < 0 else f"Last saved: step {self._saved}."
+
+
+def _say(sentence: str) -> None:
+    print(f"distman keep: {printable(sentence)}", file=sys.stderr, flush=True)

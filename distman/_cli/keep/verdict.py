@@ -1,0 +1,166 @@
+"""Why a try failed, and which hosts the next one has to do without."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from distman._base.text import printable
+from distman._coordination.failure.record import DIED, SILENT
+from distman._coordination.restart_notes import FAILURE, HOST, SAVED
+
+_TASKS = re.compile(r"^srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?P<end>.+?)(?: \(core dumped\))?$", re.MULTILINE)
+"""A line of srun on tasks that ended.
+
+Source:
+    Slurm, src/srun/libsrun/launch.c.
+"""
+
+_CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT ")
+_OUT_OF_MEMORY = re.compile(r"out[ _-]of[ _-]memory|oom[ _-]kill", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Accusation:
+    """The failure that a host saw first."""
+
+    rank: int
+    kind: str
+    text: str  # the sentence that names rank, host and cause, without the full stop
+
+
+@dataclasses.dataclass(frozen=True)
+class HostNote:
+    ranks: tuple[int, ...]
+    oom_kills: int  # since the host started, when the try began
+    step: str | None  # of the Slurm job
+
+
+@dataclasses.dataclass(frozen=True)
+class Notes:
+    """What the ranks of one try wrote down."""
+
+    hosts: Mapping[str, HostNote]
+    failures: Mapping[str, Accusation]  # by the host that saw it
+    saved: int | None  # step of the last checkpoint
+
+    @classmethod
+    def read(cls, folder: Path) -> Notes:
+        hosts = {
+            name: HostNote(tuple(one["ranks"]), one["oom_kills"], one["step"]) for name, one in _files(folder, HOST)
+        }
+        failures = {
+            name: Accusation(one["rank"], one["kind"], printable(one["text"]).rstrip(".")) for name, one in _files(folder, FAILURE)
+        }
+        return cls(hosts, failures, next((one["step"] for _, one in _files(folder, SAVED)), None))
+
+    @property
+    def step(self) -> str | None:
+        """The step of the Slurm job."""
+        return next((host.step for host in self.hosts.values()), None)
+
+    def host_of(self, rank: int) -> str | None:
+        return next((name for name, host in self.hosts.items() if rank in host.ranks), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+    """What a check of a host found."""
+
+    problem: str | None
+    oom_kills: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    reason: str
+    bad_hosts: frozenset[str] = frozenset()
+
+
+def judge(notes: Notes, exit_code: int, errors: str, check: Callable[[str], Health]) -> Verdict:
+    """Return why a try failed, and which hosts are bad.
+
+    A host is bad if one of its ranks fell silent or was killed from outside, or if a check finds something. It is not
+    if the program failed, memory ran out, or ranks of several hosts were killed at once.
+
+    Args:
+        errors: What the launcher and the ranks wrote last to standard error.
+    """
+    suspects = _suspects(notes)
+    if not suspects:
+        return Verdict(f"it ended with exit code {exit_code}, and no rank wrote down why")
+    if len(suspects) > 1:  # hosts that lost each other
+        return _checked(suspects[0].text, [host for one in suspects if (host := notes.host_of(one.rank))], check)
+    (suspect,) = suspects
+    host = notes.host_of(suspect.rank)
+    if host is None or suspect.kind not in (DIED, SILENT):
+        return Verdict(suspect.text)
+    if suspect.kind == SILENT:
+        return Verdict(suspect.text, frozenset([host]))
+    health = check(host)
+    if health.problem is not None:
+        return Verdict(f"{suspect.text}. {host} {health.problem}", frozenset([host]))
+    excuse = _excuse(notes, suspect.rank, host, errors, health)
+    return Verdict(f"{suspect.text}. {excuse}") if excuse else Verdict(suspect.text, frozenset([host]))
+
+
+def _suspects(notes: Notes) -> list[Accusation]:
+    """Return whom most hosts accuse, one host one vote; several where as many accuse one as the other."""
+    votes = Counter((one.rank, one.kind) for one in notes.failures.values())
+    most = max(votes.values(), default=0)
+    by_vote = {(one.rank, one.kind): one for one in notes.failures.values()}
+    return [by_vote[vote] for vote, number in sorted(votes.items()) if number == most]
+
+
+def _checked(reason: str, hosts: list[str], check: Callable[[str], Health]) -> Verdict:
+    found = {host: problem for host in dict.fromkeys(hosts) if (problem := check(host).problem) is not None}
+    return Verdict(". ".join([reason, *(f"{host} {problem}" for host, problem in found.items())]), frozenset(found))
+
+
+def _excuse(notes: Notes, rank: int, host: str, errors: str, health: Health) -> str | None:
+    """Return why the death of a rank says nothing against its host, or None."""
+    end = _ends(errors).get(rank, "Killed")
+    if end not in ("Killed", "Terminated"):
+        return f"Slurm says: {end}"
+    if health.oom_kills > notes.hosts[host].oom_kills or _OUT_OF_MEMORY.search(errors):
+        return f"Memory ran out on {host}"
+    others = sorted(notes.hosts.keys() - notes.failures.keys() - {host})
+    if others and not _ended_first(rank, errors):
+        return f"Ranks on {', '.join(others)} ended at the same time"
+    return None
+
+
+def _ends(errors: str) -> dict[int, str]:
+    """Return how tasks ended, by their rank, in the words of srun."""
+    return {rank: match["end"] for match in _TASKS.finditer(errors) for rank in _numbers(match["tasks"])}
+
+
+def _ended_first(rank: int, errors: str) -> bool:
+    """Return whether srun saw a task end before it ended the others on its own account."""
+    first = _TASKS.search(errors)
+    cancelled = _CANCELLED.search(errors)
+    return (
+        first is not None
+        and _numbers(first["tasks"]) == [rank]
+        and (cancelled is None or first.start() < cancelled.start())
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers of a list such as ``0,2-4``."""
+    pairs = [part.split("-") for part in text.split(",") if part]
+    return [number for pair in pairs for number in range(int(pair[0]), int(pair[-1]) + 1)]
+
+
+def _files(folder: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what the files hold that have a name, and what stands for ``{}`` in it."""
+    before, _, after = name.partition("{}")
+    for path in sorted(folder.glob(name.format("*"))):
+        with contextlib.suppress(OSError, ValueError):
+            yield path.name.removeprefix(before).removesuffix(after), json.loads(path.read_bytes())
