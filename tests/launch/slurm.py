@@ -304,8 +304,12 @@ class SlurmCluster:
     def _start_slurm(self) -> None:
         self._start_daemon("slurmctld", ["slurmctld", "-D", "-i"])
         for name in self.hosts.names:
-            self._start_daemon(f"slurmd-{name}", ["slurmd", "-D", "-N", name], host=name)
+            self.start_slurmd(name)
         self._wait_for(self._all_nodes_idle, "all nodes must become idle")
+
+    def start_slurmd(self, name: str) -> None:
+        """Start the daemon of a node, at first or after something ended it."""
+        self._start_daemon(f"slurmd-{name}", ["slurmd", "-D", "-N", name], host=name)
 
     def _all_nodes_idle(self) -> bool:
         idle = self._ask("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").split()
