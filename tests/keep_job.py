@@ -1,4 +1,4 @@
-"""The job of ``keep_trials``: it counts steps, saves every fifth, says where its ranks are, and ends when it is told to."""
+"""The job of ``keep_trials``: it counts steps, saves every fifth, and says where its ranks are."""
 
 import os
 import sys

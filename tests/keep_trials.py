@@ -202,12 +202,17 @@ def main() -> int:
                 outcomes.append(outcome)
                 print(f"TRIAL {outcome.fault:8} {outcome.seconds:6.1f} s  {outcome.problem or 'right'}", flush=True)
     for name in arguments.faults:
-        seconds = [one.seconds for one in outcomes if one.fault == name]
-        if seconds:
-            print(f"TRIALS {name:8} {len(seconds)} times, median {statistics.median(seconds):.1f} s, at most {max(seconds):.1f} s")
-    wrong = [one for one in outcomes if one.problem]
-    print(f"TRIALS {len(outcomes)} faults, {len(wrong)} wrong, median {statistics.median([one.seconds for one in outcomes]):.1f} s")
-    return 1 if wrong else 0
+        if any(one.fault == name for one in outcomes):
+            print(f"TRIALS {name:8} {summary([one for one in outcomes if one.fault == name])}")
+    print(f"TRIALS all      {summary(outcomes)}")
+    return 1 if any(one.problem for one in outcomes) else 0
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    seconds = [one.seconds for one in outcomes]
+    wrong = sum(bool(one.problem) for one in outcomes)
+    median = statistics.median(seconds)
+    return f"{len(outcomes)} faults, {wrong} wrong, median {median:.1f} s, at most {max(seconds):.1f} s"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distman._coordination.failure.record import FailureRecord
@@ -57,7 +57,7 @@ def _node() -> str:
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def _note(name: str, said: dict[str, object], *, is_first: bool) -> None:
+def _note(name: str, said: Mapping[str, object], *, is_first: bool) -> None:
     """Write a file that is there as a whole or not at all; what cannot be written is left out."""
     folder = os.environ.get(VARIABLE)
     if not folder:
@@ -69,7 +69,7 @@ def _note(name: str, said: dict[str, object], *, is_first: bool) -> None:
         path = Path(folder, name)
         if is_first:
             with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
-            os.unlink(draft)
+                path.hardlink_to(draft)
+            Path(draft).unlink()
         else:
-            os.replace(draft, path)
+            Path(draft).replace(path)

@@ -49,7 +49,7 @@ def _memory() -> Iterator[str]:
 
 
 def _files() -> Iterator[str]:
-    shared = Path("/dev/shm")
+    shared = Path("/dev/shm")  # noqa: S108 - it is the place itself that is meant
     if not shared.is_dir() or shutil.disk_usage(shared).free < _SHARED_MEMORY:
         yield f"has less than {_SHARED_MEMORY >> 20} MiB free in {shared}"
     for folder in (tempfile.gettempdir(), Path.cwd()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import selectors
 import signal
@@ -10,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
+from distman._cli.keep.placement import Placement
+from distman._cli.keep.verdict import Ended, Notes, waits_for_lost_hosts
 from distman._cli.run.signals import HeardSignals, is_from_terminal
 from distman._coordination.restart_notes import FAILURE, VARIABLE
 
@@ -23,30 +24,15 @@ _KEPT_BYTES = 1 << 16  # of what was written last to standard error
 _SHELL = 128  # what a shell adds to the number of the signal that ended a command
 
 
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """How a try ended."""
-
-    exit_code: int
-    errors: str  # what was written last to standard error
-    interruption: int | None  # the signal by which this command was asked to end
-
-
-def run_attempt(command: Sequence[str], folder: Path, grace: float, end_step: Callable[[], None]) -> Ended:
+def run_attempt(command: Sequence[str], folder: Path, grace: float, placement: Placement) -> Ended:
     """Start a command, and return when it has ended; signals that this process hears are handed on to it.
 
-    Args:
-        folder: Where the ranks write down what happens; it is there.
-        grace: Seconds that the command has to end once a rank has failed.
-        end_step: Ends what the command has started elsewhere.
-
-    Raises:
-        OSError: It cannot be started.
+    The ranks write into ``folder`` what happens. Once one has failed, the command has ``grace`` seconds to end.
     """
     with HeardSignals() as signals:
         environ = {**os.environ, VARIABLE: str(folder)}
         process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE)
-        return _Watch(process, folder, grace, end_step, signals).wait()
+        return _Watch(process, folder, grace, placement, signals).wait()
 
 
 class _Watch:
@@ -55,21 +41,21 @@ class _Watch:
         process: subprocess.Popen[bytes],
         folder: Path,
         grace: float,
-        end_step: Callable[[], None],
+        placement: Placement,
         signals: HeardSignals,
     ) -> None:
         self._process = process
         self._folder = folder
         self._grace = grace
-        self._end_step = end_step
+        self._placement = placement
         self._signals = signals
-        self._errors = b""
+        self._written = b""
         self._interruption: int | None = None
         self._steps: list[tuple[float, int]] = []  # when to send which signal
+        self._is_ended = False
 
     def wait(self) -> Ended:
-        assert self._process.stderr is not None
-        reader = threading.Thread(target=self._show, args=(self._process.stderr,), daemon=True)
+        reader = threading.Thread(target=self._show, args=(cast("IO[bytes]", self._process.stderr),), daemon=True)
         reader.start()
         end = os.pidfd_open(self._process.pid)
         with selectors.DefaultSelector() as selector:
@@ -84,13 +70,16 @@ class _Watch:
         os.close(end)
         reader.join(_AFTER_TERM)  # a process that was left behind may hold the other end
         code = self._process.returncode
-        errors = self._errors.decode(errors="backslashreplace")
-        return Ended(code if code >= 0 else _SHELL - code, errors, self._interruption)
+        return Ended(code if code >= 0 else _SHELL - code, self._errors, self._interruption, self._is_ended)
+
+    @property
+    def _errors(self) -> str:
+        return self._written.decode(errors="backslashreplace")
 
     def _show(self, stream: IO[bytes]) -> None:
         """Show what is written to standard error, and keep the last of it."""
         while data := os.read(stream.fileno(), _KEPT_BYTES):
-            self._errors = (self._errors + data)[-_KEPT_BYTES:]
+            self._written = (self._written + data)[-_KEPT_BYTES:]
             sys.stderr.buffer.write(data)
             sys.stderr.buffer.flush()
 
@@ -101,12 +90,19 @@ class _Watch:
             self._process.send_signal(number)
 
     def _look_for_failure(self) -> None:
-        if not self._steps and any(self._folder.glob(FAILURE.format("*"))):
-            end = time.monotonic() + self._grace
-            self._steps = [(end, signal.SIGTERM), (end + _AFTER_TERM, signal.SIGKILL)]
+        """Give the command its time to end once a rank has failed; none where it waits for lost hosts alone."""
+        if self._is_ended or not any(self._folder.glob(FAILURE.format("*"))):
+            return
+        now = time.monotonic()
+        if not self._steps:
+            self._steps = [(now + self._grace, signal.SIGTERM), (now + self._grace + _AFTER_TERM, signal.SIGKILL)]
+        if waits_for_lost_hosts(Notes.read(self._folder), self._errors):
+            self._steps = [(now, signal.SIGTERM), (now + _AFTER_TERM, signal.SIGKILL)]
 
     def _take_steps(self) -> None:
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, number = self._steps.pop(0)
-            self._end_step()
+            if not self._is_ended:
+                self._placement.end_step(Notes.read(self._folder).step)
+            self._is_ended = True
             self._process.send_signal(number)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from distman._base.text import printable
 from distman._cli.arguments import at_least
-from distman._cli.keep.attempt import Ended, run_attempt
+from distman._cli.keep.attempt import run_attempt
 from distman._cli.keep.placement import Placement, place
-from distman._cli.keep.verdict import Notes, Verdict, judge
+from distman._cli.keep.verdict import Ended, Notes, Verdict, judge
 
 _EPILOG = (
-    "A host is bad if one of its ranks fell silent, could not be reached, or was killed from outside; not if the program "
-    "raised an error or memory ran out. A host that runs `distman keep` itself cannot be survived."
+    "A host is bad if one of its ranks fell silent, could not be reached, or was killed from outside; not if the "
+    "program raised an error or memory ran out. A host that runs `distman keep` itself cannot be survived."
 )
 _GRACE = 10.0  # seconds
 _RESTARTS = 2
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--until",
         type=at_least(1),
         metavar="STEP",
-        help="start again after an end without error, up to this checkpoint",
+        help="start again after an end without error until this is saved",
     )
     parser.add_argument(
         "--grace",
@@ -103,12 +103,8 @@ class _Keeper:
     def _try(self, number: int) -> tuple[Ended, Notes]:
         folder = self._folder / str(number)
         folder.mkdir()
-
-        def end_step() -> None:
-            self._placement.end_step(Notes.read(folder).step)
-
         command = self._placement.command(self._bad_hosts, is_again=number > 0)
-        ended = run_attempt(command, folder, self._arguments.grace, end_step)
+        ended = run_attempt(command, folder, self._arguments.grace, self._placement)
         return ended, Notes.read(folder)
 
     def _why_over(self, ended: Ended, notes: Notes) -> str | None:
@@ -120,7 +116,7 @@ class _Keeper:
         if ended.exit_code == 0 and (until is None or self._saved >= until):
             return ""
         if ended.exit_code:
-            verdict = judge(notes, ended.exit_code, ended.errors, self._placement.check)
+            verdict = judge(notes, ended, self._placement.check)
         else:
             verdict = Verdict(f"it ended before step {until} was saved")
         bad_hosts = sorted(verdict.bad_hosts.intersection(self._placement.hosts))

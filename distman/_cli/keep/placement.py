@@ -24,16 +24,16 @@ class Here:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
 
-    def command(self, bad_hosts: Collection[str], *, is_again: bool) -> list[str]:
+    def command(self, _bad_hosts: Collection[str], *, is_again: bool) -> list[str]:  # noqa: ARG002
         return self._command
 
-    def lacks_hosts(self, bad_hosts: Collection[str]) -> str | None:
+    def lacks_hosts(self, _bad_hosts: Collection[str]) -> str | None:
         return None
 
-    def check(self, host: str) -> Health:
+    def check(self, _host: str) -> Health:
         return Health(None, count_oom_kills())
 
-    def end_step(self, step: str | None) -> None:
+    def end_step(self, _step: str | None) -> None:
         """Leave it to the launcher."""
 
 
@@ -57,13 +57,14 @@ class InAllocation:
         self._wanted = self._options.nodes or len(self.hosts) - spare
         if not 1 <= self._wanted <= len(self.hosts) - spare:
             raise ValueError(
-                f"{len(self.hosts)} nodes are too few for {self._wanted} and {spare} spare ones. Ask for more nodes with "
-                "sbatch --nodes, or for fewer with --spare."
+                f"{len(self.hosts)} nodes are too few for {self._wanted} and {spare} spare ones. Ask for more nodes "
+                "with sbatch --nodes, or for fewer with --spare."
             )
         tasks = environ.get("SLURM_NTASKS")
         all_tasks = int(tasks) * self._wanted // len(self.hosts) if tasks else None
         self._tasks = self._options.tasks or all_tasks
         self._min_nodes = min_nodes or self._wanted
+        self._ends: list[subprocess.Popen[bytes]] = []
 
     def command(self, bad_hosts: Collection[str], *, is_again: bool) -> list[str]:
         nodes = self._num_nodes(bad_hosts)
@@ -101,9 +102,8 @@ class InAllocation:
             return Health(f"cannot be checked ({lines[-1]})", 0)
 
     def end_step(self, step: str | None) -> None:
-        if step is not None:
-            command = ["scancel", "--signal=KILL", f"{self._job}.{step}"]
-            subprocess.run(command, capture_output=True, check=False, timeout=_CHECK_LIMIT)
+        if step is not None:  # not waited for: a host that does not answer keeps scancel for long
+            self._ends.append(subprocess.Popen(["scancel", "--signal=KILL", f"{self._job}.{step}"]))
 
 
 Placement = Here | InAllocation

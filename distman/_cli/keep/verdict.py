@@ -27,6 +27,16 @@ _OUT_OF_MEMORY = re.compile(r"out[ _-]of[ _-]memory|oom[ _-]kill", re.IGNORECASE
 
 
 @dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a try ended."""
+
+    exit_code: int
+    errors: str  # what the launcher and the ranks wrote last to standard error
+    interruption: int | None  # the signal by which this command was asked to end
+    did_not_end: bool  # though a rank had failed, and the command had its time
+
+
+@dataclasses.dataclass(frozen=True)
 class Accusation:
     """The failure that a host saw first."""
 
@@ -56,7 +66,8 @@ class Notes:
             name: HostNote(tuple(one["ranks"]), one["oom_kills"], one["step"]) for name, one in _files(folder, HOST)
         }
         failures = {
-            name: Accusation(one["rank"], one["kind"], printable(one["text"]).rstrip(".")) for name, one in _files(folder, FAILURE)
+            name: Accusation(one["rank"], one["kind"], printable(one["text"]).rstrip("."))
+            for name, one in _files(folder, FAILURE)
         }
         return cls(hosts, failures, next((one["step"] for _, one in _files(folder, SAVED)), None))
 
@@ -83,31 +94,35 @@ class Verdict:
     bad_hosts: frozenset[str] = frozenset()
 
 
-def judge(notes: Notes, exit_code: int, errors: str, check: Callable[[str], Health]) -> Verdict:
+def judge(notes: Notes, ended: Ended, check: Callable[[str], Health]) -> Verdict:
     """Return why a try failed, and which hosts are bad.
 
     A host is bad if one of its ranks fell silent or was killed from outside, or if a check finds something. It is not
     if the program failed, memory ran out, or ranks of several hosts were killed at once.
-
-    Args:
-        errors: What the launcher and the ranks wrote last to standard error.
     """
     suspects = _suspects(notes)
     if not suspects:
-        return Verdict(f"it ended with exit code {exit_code}, and no rank wrote down why")
+        return Verdict(f"it ended with exit code {ended.exit_code}, and no rank wrote down why")
     if len(suspects) > 1:  # hosts that lost each other
         return _checked(suspects[0].text, [host for one in suspects if (host := notes.host_of(one.rank))], check)
     (suspect,) = suspects
     host = notes.host_of(suspect.rank)
     if host is None or suspect.kind not in (DIED, SILENT):
         return Verdict(suspect.text)
-    if suspect.kind == SILENT:
+    if suspect.kind == SILENT or (ended.did_not_end and suspect.rank not in _ends(ended.errors)):
         return Verdict(suspect.text, frozenset([host]))
     health = check(host)
     if health.problem is not None:
         return Verdict(f"{suspect.text}. {host} {health.problem}", frozenset([host]))
-    excuse = _excuse(notes, suspect.rank, host, errors, health)
+    excuse = _excuse(notes, suspect.rank, host, ended.errors, health)
     return Verdict(f"{suspect.text}. {excuse}") if excuse else Verdict(suspect.text, frozenset([host]))
+
+
+def waits_for_lost_hosts(notes: Notes, errors: str) -> bool:
+    """Return whether all tasks have ended, as srun says, but for those on the hosts of the ranks that failed."""
+    left = {rank for host in notes.hosts.values() for rank in host.ranks} - _ends(errors).keys()
+    lost = {notes.host_of(one.rank) for one in _suspects(notes)}
+    return bool(left) and {notes.host_of(rank) for rank in left} <= lost
 
 
 def _suspects(notes: Notes) -> list[Accusation]:
