@@ -25,7 +25,10 @@ _EXIT_CODES = {
     "2": "The command line is wrong.",
     "130": "Ctrl-C.",
 }
-_MORE = "distman run ends with the code of the rank that failed first, distman launch --submit with the scheduler's."
+_MORE = (
+    "distman run ends with the code of the rank that failed first, distman keep with that of its last try, "
+    "distman launch --submit with the scheduler's."
+)
 _VARIABLES = {
     "COLUMNS": "The width that lines are folded to; that of the terminal, if it is not set.",
     "NO_COLOR": "Without colours and lines of tables, if it is set.",

@@ -1,0 +1,64 @@
+import pytest
+
+from distman._cli.keep.placement import Here, InAllocation, place, read_options
+
+ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-6]", "SLURM_NTASKS": "24"}
+
+
+def in_allocation(*command, spare=2, min_nodes=None, environ=ALLOCATION):
+    return place(["srun", *command], environ, spare, min_nodes)
+
+
+def test_the_first_try_has_the_nodes_that_are_not_spare_and_their_share_of_the_tasks():
+    command = in_allocation("python", "train.py", "-n", "3").command(set(), is_again=False)
+    assert command == ["srun", "--nodes=4", "--ntasks=16", "python", "train.py", "-n", "3"]
+
+
+@pytest.mark.parametrize("words", [["-N4", "-n8"], ["-N", "4", "-n", "8"], ["--nodes=4", "--ntasks", "8"]])
+def test_numbers_of_nodes_and_tasks_are_taken_from_srun(words):
+    command = in_allocation("-l", *words, "--mem", "4G", "python", "train.py").command({"n2"}, is_again=True)
+    options = ["--nodes=4", "--ntasks=8", "--exclude=n2", "--overlap"]
+    assert command == ["srun", *options, "-l", "--mem", "4G", "python", "train.py"]
+
+
+def test_without_a_number_of_tasks_srun_decides():
+    environ = {name: value for name, value in ALLOCATION.items() if name != "SLURM_NTASKS"}
+    placement = in_allocation("python", environ=environ)
+    assert placement.command(set(), is_again=False) == ["srun", "--nodes=4", "python"]
+
+
+def test_there_are_never_fewer_nodes_unless_that_was_allowed():
+    bad = {"n1", "n2", "n3"}
+    assert in_allocation("python").lacks_hosts(bad - {"n3"}) is None
+    assert in_allocation("python").lacks_hosts(bad) == "3 of 6 nodes are left, and the job needs 4"
+    fewer = in_allocation("-N4", "-n8", "python", min_nodes=3)
+    assert fewer.lacks_hosts(bad) is None
+    assert fewer.command(bad, is_again=True)[1:3] == ["--nodes=3", "--ntasks=6"]
+
+
+def test_more_nodes_than_the_allocation_has_are_refused():
+    with pytest.raises(ValueError, match="6 nodes are too few for 5 and 2 spare ones"):
+        in_allocation("-N5", "python")
+
+
+@pytest.mark.parametrize("option", ["-w", "--nodelist=n1", "-x", "--exclude=n1"])
+def test_a_command_that_chooses_hosts_itself_is_refused(option):
+    with pytest.raises(ValueError, match="chooses hosts, as `distman keep` does"):
+        read_options([option, "n1", "python"])
+
+
+def test_a_number_of_nodes_must_be_one():
+    with pytest.raises(ValueError, match="--nodes must be a number, got '2-4'"):
+        read_options(["--nodes=2-4", "python"])
+
+
+def test_other_commands_start_as_they_are():
+    placement = place(["torchrun", "train.py"], ALLOCATION, 0, None)
+    assert isinstance(placement, Here)
+    assert placement.command({"n1"}, is_again=True) == ["torchrun", "train.py"]
+    assert isinstance(place(["/usr/bin/srun", "python"], ALLOCATION, 0, None), InAllocation)
+
+
+def test_spare_nodes_need_an_allocation():
+    with pytest.raises(ValueError, match="--spare and --min-nodes need `srun` in an allocation"):
+        place(["srun", "python"], {}, 1, None)
