@@ -119,9 +119,9 @@ def judge(notes: Notes, ended: Ended, check: Callable[[str], Health]) -> Verdict
 
 
 def waits_for_lost_hosts(notes: Notes, errors: str) -> bool:
-    """Return whether all tasks have ended, as srun says, but for those on the hosts of the ranks that failed."""
+    """Return whether all tasks have ended, as srun says, but for those on hosts of ranks that failed, without a word."""
     left = {rank for host in notes.hosts.values() for rank in host.ranks} - _ends(errors).keys()
-    lost = {notes.host_of(one.rank) for one in _suspects(notes)}
+    lost = {notes.host_of(one.rank) for one in _suspects(notes)} - notes.failures.keys()
     return bool(left) and {notes.host_of(rank) for rank in left} <= lost
 
 

@@ -98,6 +98,14 @@ def test_of_two_hosts_that_lost_each_other_the_one_that_cannot_be_checked_is_bad
     assert judge(notes, ended(), healthy).bad_hosts == set()
 
 
+def test_other_ranks_of_the_host_of_a_rank_that_failed_have_their_time():
+    two_each = {"n1": HostNote((0, 1), 3, "0"), "n2": HostNote((2, 3), 3, "0")}
+    ends = "srun: error: n2: tasks 2-3: Exited with exit code 76\n"
+    assert waits_for_lost_hosts(seen_by(["n2"], by_host=two_each), ends)
+    assert not waits_for_lost_hosts(seen_by(["n1", "n2"], by_host=two_each), ends)
+    assert not waits_for_lost_hosts(seen_by(["n1"], by_host={"n1": two_each["n1"]}), "")
+
+
 def test_srun_waits_for_lost_hosts_when_all_other_tasks_have_ended():
     notes = seen_by(["n1", "n3", "n4"])
     assert waits_for_lost_hosts(notes, OTHERS)
