@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from distman.data import TrainingLoader, distributed_loader, rank_cached_loader
 from distman._base.arguments import check_options
+from distman.data import TrainingLoader, distributed_loader, rank_cached_loader
 from distman.errors import DistmanError
 from distman.handler._accumulators import Metric
 from distman.handler._events import Callbacks

@@ -56,7 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _check_host(is_json=arguments.json)
     from distman._cli.own_job import explain, own_fault, start_job
 
-
     environment: LaunchEnvironment | None = None
     try:
         environment = detect(os.environ, arguments.method).environment

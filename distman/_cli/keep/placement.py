@@ -103,7 +103,8 @@ class InAllocation:
 
     def end_step(self, step: str | None) -> None:
         if step is not None:  # not waited for: a host that does not answer keeps scancel for long
-            self._ends.append(subprocess.Popen(["scancel", "--signal=KILL", f"{self._job}.{step}"]))
+            command = ["scancel", "--signal=KILL", f"{self._job}.{step}"]
+            self._ends.append(subprocess.Popen(command))
 
 
 Placement = Here | InAllocation

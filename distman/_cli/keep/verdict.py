@@ -119,7 +119,7 @@ def judge(notes: Notes, ended: Ended, check: Callable[[str], Health]) -> Verdict
 
 
 def waits_for_lost_hosts(notes: Notes, errors: str) -> bool:
-    """Return whether all tasks have ended, as srun says, but for those on hosts of ranks that failed, without a word."""
+    """Return whether srun says that all tasks have ended but for those on hosts of failed ranks that said nothing."""
     left = {rank for host in notes.hosts.values() for rank in host.ranks} - _ends(errors).keys()
     lost = {notes.host_of(one.rank) for one in _suspects(notes)} - notes.failures.keys()
     return bool(left) and {notes.host_of(rank) for rank in left} <= lost

@@ -37,6 +37,7 @@ class Spread:
         counts = Counter(len({rank // ranks_per_node for rank in block}) for block in partition.blocks())
         return cls(partition.num_blocks, counts[1], min(counts), max(counts))
 
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     world_size: int

@@ -17,7 +17,7 @@ def ended(errors="", *, did_not_end=False):
     return Ended(76, errors, interruption=None, did_not_end=did_not_end)
 
 
-def healthy(host):
+def healthy(_host):
     return Health(None, oom_kills=3)
 
 
@@ -54,14 +54,15 @@ def test_a_rank_that_crashed_makes_no_host_bad(how):
 
 
 def test_lack_of_memory_makes_no_host_bad():
-    by_counter = judge(seen_by(["n1", "n3", "n4"]), ended(killed("Killed")), lambda host: Health(None, oom_kills=4))
+    by_counter = judge(seen_by(["n1", "n3", "n4"]), ended(killed("Killed")), lambda _: Health(None, oom_kills=4))
     by_word = judge(seen_by(["n1", "n3", "n4"]), ended(killed("Out Of Memory")), healthy)
     assert by_counter.bad_hosts == by_word.bad_hosts == set()
     assert by_counter.reason.endswith("Memory ran out on n2")
 
 
 def test_lack_of_memory_makes_a_host_bad_whose_check_fails():
-    verdict = judge(seen_by(["n1"]), ended(killed("Killed")), lambda host: Health("computes wrong numbers", oom_kills=4))
+    sick = Health("computes wrong numbers", oom_kills=4)
+    verdict = judge(seen_by(["n1"]), ended(killed("Killed")), lambda _: sick)
     assert (verdict.reason, verdict.bad_hosts) == (f"{DIED.text}. n2 computes wrong numbers", {"n2"})
 
 
