@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import IO, cast
 
 from distman._cli.keep.placement import Placement
 from distman._cli.keep.verdict import Ended, Notes, waits_for_lost_hosts
-from distman._cli.run.signals import HeardSignals, is_from_terminal
+from distman._cli.signals import heard, is_from_terminal, received
 from distman._coordination.restart_notes import FAILURE, VARIABLE
 
 _LOOK_EVERY = 0.5  # seconds between two looks for a failure
@@ -29,7 +30,7 @@ def run_attempt(command: Sequence[str], folder: Path, grace: float, placement: P
 
     The ranks write into ``folder`` what happens. Once one has failed, the command has ``grace`` seconds to end.
     """
-    with HeardSignals() as signals:
+    with heard() as signals:
         environ = {**os.environ, VARIABLE: str(folder)}
         process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE)
         return _Watch(process, folder, grace, placement, signals).wait()
@@ -42,7 +43,7 @@ class _Watch:
         folder: Path,
         grace: float,
         placement: Placement,
-        signals: HeardSignals,
+        signals: socket.socket,
     ) -> None:
         self._process = process
         self._folder = folder
@@ -60,10 +61,10 @@ class _Watch:
         end = os.pidfd_open(self._process.pid)
         with selectors.DefaultSelector() as selector:
             selector.register(end, selectors.EVENT_READ)
-            selector.register(self._signals.wake, selectors.EVENT_READ)
+            selector.register(self._signals, selectors.EVENT_READ)
             while self._process.poll() is None:
                 selector.select(_LOOK_EVERY)
-                for number in self._signals.take():
+                for number in received(self._signals):
                     self._hand_on(number)
                 self._look_for_failure()
                 self._take_steps()

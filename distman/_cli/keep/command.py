@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 
 from distman._base.text import printable
-from distman._cli.arguments import at_least
 from distman._cli.keep.attempt import run_attempt
 from distman._cli.keep.placement import Placement, place
 from distman._cli.keep.verdict import Ended, Notes, Verdict, judge
+from distman._cli.parser import at_least
 
 _EPILOG = (
     "A host is bad if one of its ranks fell silent, could not be reached, or was killed from outside; not if the "

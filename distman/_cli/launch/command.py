@@ -68,6 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.time,
         help="longest time: 90m, 2h30m, 1d, HH:MM:SS, or as Slurm has it (%(default)s)",
     )
+    parser.add_argument(
+        "--spare-nodes",
+        type=at_least(0),
+        default=0,
+        metavar="K",
+        help="nodes that wait for one to fail, see `distman keep`",
+    )
+    parser.add_argument(
+        "--restarts", type=at_least(0), metavar="N", help="let `distman keep` start the job again when it fails"
+    )
     parser.add_argument("--account", metavar="NAME", help="the account that pays")
     parser.add_argument("--partition", metavar="NAME", help="partition, or queue")
     parser.add_argument("--job-name", default=_DEFAULTS.job_name, metavar="NAME", help="name of the job (%(default)s)")

@@ -37,6 +37,8 @@ class JobRequest:
     partition: str | None = None  # others call it a queue; None leaves a line to edit
     job_name: str = "train"
     with_torchrun: bool = False  # whether ``srun`` starts one torchrun on each node
+    spare_nodes: int = 0  # beside ``nodes``, for ``distman keep``
+    restarts: int | None = None  # of ``distman keep``; None is its default, and none without spare nodes
     program: tuple[str, ...] = ("train.py",)  # what would follow ``python``
 
     def __post_init__(self) -> None:
@@ -46,6 +48,11 @@ class JobRequest:
             raise ValueError(
                 f"--gpu-type must be used with --backend slurm and at least one GPU, got {self.gpu_type!r} with "
                 f"{self.backend} and {self.gpus_per_node} GPUs. Leave it out."
+            )
+        if self.is_kept and (self.backend != "slurm" or self.with_torchrun):
+            raise ValueError(
+                "--spare-nodes and --restarts must be used with --backend slurm and without --with-torchrun. Leave "
+                "them out, or write `distman keep --` in front of the launcher by hand."
             )
         if self.tasks_per_node is not None and self.gpus_per_node:
             raise ValueError(
@@ -71,6 +78,11 @@ class JobRequest:
     def tasks(self) -> int:
         """Number of processes on each node."""
         return self.gpus_per_node or self.tasks_per_node or 1
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether ``distman keep`` starts the job again."""
+        return bool(self.spare_nodes) or self.restarts is not None
 
     @property
     def file_name(self) -> str:
@@ -140,6 +152,9 @@ def _values(request: JobRequest) -> dict[str, str | None]:
         "unit": "for each GPU" if gpus else f"for each task, {tasks} on each node" if tasks > 1 else "on each node",
         "name": request.job_name,
         "nodes": str(request.nodes),
+        "all_nodes": str(request.nodes + request.spare_nodes),
+        "kept": "" if request.is_kept else None,
+        "keep": _keep(request),
         "several": "" if request.nodes > 1 else None,
         "alone": "" if request.nodes == 1 else None,
         "tasks": str(tasks),
@@ -167,6 +182,14 @@ def _values(request: JobRequest) -> dict[str, str | None]:
         "program": f"python {script}",
         "script": script,
     }
+
+
+def _keep(request: JobRequest) -> str:
+    """Return what begins the command that starts the job; "" where nothing starts it again."""
+    if not request.is_kept:
+        return ""
+    restarts = [] if request.restarts is None else [f"--restarts {request.restarts}"]
+    return " ".join(["distman keep", *restarts, f"--spare {request.spare_nodes}", "-- "])
 
 
 def _place(request: JobRequest) -> str:

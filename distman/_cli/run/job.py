@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
@@ -20,6 +20,7 @@ from distman._cli.run.console import Console
 from distman._cli.run.outcome import WANTS_RESTART, Outcome, RankOutcome, last_lines, read_error_file
 from distman._cli.run.placement import cpus_of_ranks, variables_of_ranks
 from distman._cli.run.rank import Rank
+from distman._cli.signals import heard, is_from_terminal, received
 from distman._coordination.failure.record import SILENT
 from distman._coordination.signal_names import DEFAULT_SIGNALS
 from distman._workers.supervisor import adopt_orphans, end_descendants
@@ -29,9 +30,6 @@ _AFTER_FAILURE = 5.0
 
 _AFTER_INTERRUPT = 5.0
 """Seconds from Ctrl-C to SIGKILL: somebody waits at the terminal."""
-
-_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
-"""Signals that are heard beside those that ask ranks to stop."""
 
 _ERRORS = 2  # number of the stream
 _KEPT_BYTES = 1 << 14  # of what a rank wrote last to standard error: a traceback has as much
@@ -60,7 +58,7 @@ def run_job(plan: Plan, logs: Sequence[IO[bytes]] = ()) -> Outcome:
     """
     adopt_orphans()
     folder = tempfile.TemporaryDirectory(prefix="distman-run-", ignore_cleanup_errors=True)
-    with folder as name, _heard({*_HEARD, *plan.stop_signals}) as signals:
+    with folder as name, heard(plan.stop_signals) as signals:
         job = _Job(plan, logs, signals)
         try:
             job.start(Path(name))
@@ -82,33 +80,6 @@ def open_logs(plan: Plan) -> Iterator[list[IO[bytes]]]:
         files = [plan.log_dir / f"rank-{rank:0{width}}.log" for rank in range(plan.num_ranks)]
     with ExitStack() as stack:
         yield [stack.enter_context(os.fdopen(create_anew(path), "wb", buffering=0)) for path in files]
-
-
-@contextmanager
-def _heard(numbers: Iterable[int]) -> Iterator[socket.socket]:
-    """Yield a socket with a byte for each signal that arrives meanwhile: its number. It has no other effect."""
-    wake, waker = socket.socketpair()
-    with wake, waker:
-        for end in (wake, waker):
-            end.settimeout(0)
-        previous_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        previous = {number: signal.signal(number, lambda _number, _frame: None) for number in numbers}
-        try:
-            yield wake
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(previous_fd)
-
-
-def _is_from_terminal() -> bool:
-    """Return whether Ctrl-C may have been pressed: then the terminal has told all processes of this group."""
-    for descriptor in (0, 1, 2):
-        try:
-            return os.tcgetpgrp(descriptor) == os.getpgrp()
-        except OSError:
-            continue
-    return False
 
 
 class _Job:
@@ -197,11 +168,7 @@ class _Job:
             self._send(signal.SIGKILL, [one for one in self._running if one.rank == first.rank])
 
     def _heed_signals(self) -> None:
-        try:
-            received = self._signals.recv(4096)
-        except BlockingIOError:
-            return
-        for number in received:
+        for number in received(self._signals):
             if number == signal.SIGWINCH:
                 for rank in self._running:
                     rank.resize(self._columns())
@@ -216,7 +183,7 @@ class _Job:
         if self._interruption is not None:
             self._steps = [(now, signal.SIGKILL)]
         else:
-            first = [] if number == signal.SIGINT and _is_from_terminal() else [(now, number)]
+            first = [] if number == signal.SIGINT and is_from_terminal() else [(now, number)]
             is_hurried = number == signal.SIGINT and number not in self._plan.stop_signals
             self._steps = [*first, (now + (_AFTER_INTERRUPT if is_hurried else self._plan.grace), signal.SIGKILL)]
         self._interruption = number

@@ -2,7 +2,9 @@
 # @{job}, on @{place}. srun starts one process @{unit}.
 # Submit it:  sbatch @{file}
 #SBATCH --job-name=@{name}
-#SBATCH --nodes=@{nodes}
+#SBATCH --nodes=@{all_nodes}
+@{kept}# The allocation outlives a node that fails, and distman keep starts the job again without it.
+@{kept}#SBATCH --no-kill
 #SBATCH --ntasks-per-node=@{tasks}
 #SBATCH --gpus-per-node=@{typed_gpus}
 #SBATCH --cpus-per-task=@{cpus}
@@ -37,5 +39,5 @@ export DISTMAN_REQUEUE=1
 # export NCCL_SOCKET_IFNAME=ib0
 
 # The ranks find each other: no MASTER_ADDR, no port. When one dies, srun ends the others.
-srun --kill-on-bad-exit=1 \
+@{keep}srun --kill-on-bad-exit=1 \
     @{program}
