@@ -100,6 +100,14 @@ def test_every_kind_of_script_is_clean(backend, job):
     shellcheck(render(JobRequest(backend=backend.split()[0], with_torchrun="with" in backend, **job)))
 
 
+def test_a_script_with_spare_nodes_asks_for_them_and_is_clean():
+    script = render(JobRequest(backend="slurm", nodes=2, gpus_per_node=0, spare_nodes=1, restarts=5))
+    shellcheck(script)
+    assert "\n#SBATCH --nodes=3\n" in script
+    assert "\n#SBATCH --no-kill\n" in script
+    assert "\ndistman keep --restarts 5 --spare 1 -- srun --kill-on-bad-exit=1 \\\n    python train.py\n" in script
+
+
 @given(arguments=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)))))
 @settings(deadline=None, max_examples=30)
 def test_bash_reads_the_arguments_as_they_were_given(arguments):
@@ -358,6 +366,8 @@ def test_a_folder_that_is_missing_is_one_line(capsys, tmp_path):
             ["--gpu-type=a100", "--backend=flux"],
             "--gpu-type must be used with --backend slurm and at least one GPU, got 'a100' ",
         ),
+        (["--spare-nodes=1", "--backend=pbs"], "--spare-nodes and --restarts must be used with --backend slurm "),
+        (["--restarts=3", "--with-torchrun"], "--spare-nodes and --restarts must be used with --backend slurm "),
         (["--with-torchrun", "--backend=pbs"], "--with-torchrun must be used with --backend slurm, got pbs. "),
         (
             ["--backend=torchrun", "--nodes=2", "--submit"],

@@ -154,6 +154,27 @@ def test_a_preempted_torchrun_waits_until_the_job_is_queued_again(cluster, tmp_p
     assert "DistmanError" not in finished.stderr
 
 
+BREAKS_ONE_HOST = """
+import os, signal
+from distman import DistributedManager
+
+manager = DistributedManager.initialize()
+if os.environ["SLURMD_NODENAME"] == "n2":
+    os.kill(os.getpid(), signal.SIGKILL)
+manager.barrier()
+print(f"rank {manager.rank} on {os.environ['SLURMD_NODENAME']}", flush=True)
+"""
+
+
+def test_a_script_with_spare_nodes_goes_on_without_the_host_that_failed(cluster, tmp_path):
+    (tmp_path / "train.py").write_text(BREAKS_ONE_HOST)
+    request = JobRequest(backend="slurm", nodes=2, gpus_per_node=0, cpus_per_task=1, spare_nodes=1)
+    finished = cluster.sbatch(render(request), env=preloaded.variables(), timeout=LIMIT, cwd=tmp_path)
+    assert finished.returncode == 0
+    assert finished.lines == ["rank 0 on n1", "rank 1 on n3"]
+    assert "Left out from now on: n2." in finished.stderr
+
+
 def test_a_cancelled_job_is_not_queued_again(cluster, tmp_path):
     request = JobRequest(backend="slurm", program=(str(WATCHED), "wait_twice"))
     jobs = []
