@@ -29,6 +29,7 @@ from distman._coordination.failure.stack import call_before_it_is_printed, error
 from distman._coordination.monitor.current_watcher import failure_behind, note_raised, raise_if_failed
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.signal_names import stop_signals
+from distman._coordination.time_limit import TimeLimit, margin
 from distman._coordination.wait_scope import WaitScope
 from distman._job.device import check_backend, requested_device
 from distman._job.groups.registry import Groups
@@ -168,6 +169,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if use_distributed is not False:
             tracking.check_speaks_for_rank("initialize() of a rank")
         watch_limits, signals = settings.watch_limits(), stop_signals(os.environ)
+        time_limit, stop_margin = TimeLimit(os.environ), margin(os.environ)
         if backend is not None:
             check_backend(backend)
         find_unused = settings.finds_unused_parameters()
@@ -187,7 +189,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 job=job,
                 groups=Groups(job),
                 watcher=watcher,
-                stop=StopAgreement(job.store_group() if job.world_size > 1 else None, signals),
+                stop=StopAgreement(job.store_group() if job.world_size > 1 else None, signals, time_limit, stop_margin),
                 find_unused_parameters=find_unused,
             )
             if seed is not None:
@@ -339,12 +341,31 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         tracking.check_speaks_for_rank("request_stop()")
         self._state.stop.request()
 
+    def time_left(self) -> float | None:
+        """Return how many seconds the job may still run; None where nothing says so, or the job has no limit.
+
+        Local. ``DISTMAN_END_TIME`` or ``SLURM_JOB_END_TIME`` say when the time is up, in seconds since 1970. Without
+        them rank 0 asks Slurm, PBS, LSF or Flux once, which takes a moment; the other ranks know what it heard once it
+        has called :meth:`should_stop`.
+
+        Raises:
+            DistmanError: Called in a process forked from the rank.
+
+        Example:
+            >>> DistributedManager.initialize().time_left() is None  # outside of a scheduler's job
+            True
+        """
+        tracking.check_speaks_for_rank("time_left()")
+        return self._state.stop.time_left()
+
     def should_stop(self, step: int | None = None) -> bool:
         """Return whether to stop at this step: True on all ranks at the same step, once one was asked to.
 
         Local: it waits for no other rank until one was asked to stop; then once, for about a second, until all know of
         it. SIGTERM, SIGUSR1 and SIGUSR2 (``DISTMAN_STOP_SIGNALS``) ask for a stop, as :meth:`request_stop` does, from
-        the first call in the main thread on; a handler that was there before is called too.
+        the first call in the main thread on; a handler that was there before is called too. So does the end of the
+        job's time, see :meth:`time_left`, once less is left than ``DISTMAN_STOP_MARGIN`` seconds, or else twice the
+        longest time between two calls so far, and at least 10 seconds.
 
         Args:
             step: Number of the step, growing, and the same on all ranks; None counts the calls.

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from distman._coordination.messages import claim, count, decode, decode_text
 from distman._coordination.signal_names import DEFAULT_SIGNALS
 from distman._coordination.stop_signals import StopSignals
 from distman._coordination.sync import StoreGroup
+from distman._coordination.time_limit import TimeLimit
 from distman._coordination.wait_scope import WaitScope
 from distman.errors import DistmanError, PlanMismatchError
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 _LOOK_EVERY = 0.5  # seconds between two looks for a stop: a preempted job has half a minute or more to save
 _LOOK_EVERY_PER_RANK = 1e-3  # seconds; at most 1,000 looks a second in all reach the store
 _FAREWELL_LIMIT = 2.5  # seconds that the last word of this rank may take: the store may be suspended, or gone
+_LEAST_MARGIN = 10.0  # seconds before the end of the job's time, for a save that nobody has measured yet
 _ASKED, _LEAVES = "asked", "leaves"  # what wakes the thread that looks for a stop
 _SLURM_PATIENCE = 30.0  # seconds; a busy controller takes some, and retries by itself
 
@@ -45,8 +48,18 @@ class StopAgreement:
     wait in a collective, so no rank is waited for that waits for this one.
     """
 
-    def __init__(self, store_group: StoreGroup | None, signals: Sequence[int] = DEFAULT_SIGNALS) -> None:
+    def __init__(
+        self,
+        store_group: StoreGroup | None,
+        signals: Sequence[int] = DEFAULT_SIGNALS,
+        time_limit: TimeLimit | None = None,
+        margin: float | None = None,
+    ) -> None:
         self._store_group = store_group
+        self._time_limit = time_limit or TimeLimit({})
+        self._margin = margin
+        self._longest = 0.0  # seconds between two calls: a step, with the save or validation after it
+        self._last_call: float | None = None
         self._signals = StopSignals(signals, self.request)
         self._wish = ""
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()  # a signal handler may put one in
@@ -88,8 +101,13 @@ class StopAgreement:
                 "together."
             )
         self._last_step = step
+        now = time.monotonic()
+        self._longest = max(self._longest, now - (self._last_call or now))
+        self._last_call = now
         group = self._store_group
         if group is None:
+            self._time_limit.ask()
+            self._heed_time_limit()
             return bool(self._wish)
         if self._thread is None:
             _check_same(group, protocol.STOP_FIRST_STEP, step)
@@ -102,11 +120,38 @@ class StopAgreement:
                 return False
         return self._stops or self._stops_at(group, step)
 
+    def time_left(self) -> float | None:
+        """Return how many seconds the job may still run; None where nobody says so."""
+        group = self._store_group
+        if group is None or group.rank == 0:
+            self._time_limit.ask()
+        elif self._time_limit.end is None and group.job_store.check([protocol.STOP_END]):
+            self._time_limit.believe(decode(group.job_store.get(protocol.STOP_END), float, "the end of the job"))
+        return self._time_limit.left()
+
+    def _ask_scheduler(self, store: TorchStore) -> None:
+        """Let all ranks know when the job's time is up, if rank 0 can find out."""
+        end = self._time_limit.ask()
+        if end is not None:
+            with contextlib.suppress(dist.DistError):
+                store.set(protocol.STOP_END, json.dumps(end))
+
+    def _heed_time_limit(self) -> None:
+        """Ask for a stop when the time that is left is just enough for another step and a save."""
+        left = self._time_limit.left()
+        margin = max(_LEAST_MARGIN, 2 * self._longest) if self._margin is None else self._margin
+        if left is not None and left < margin:
+            self._wish = self._wish or f"the job's time is up in {left:.0f} s"
+
     def _look(self, store: TorchStore, rank: int, size: int) -> None:
         """Look for a stop until there is one, or this rank leaves; then say which step it has passed."""
         event, wait = "", max(_LOOK_EVERY, _LOOK_EVERY_PER_RANK * size)
         with contextlib.suppress(dist.DistError):  # the store is gone: the job has failed, or this rank has left it
+            if rank == 0:  # a busy scheduler is waited for elsewhere
+                threading.Thread(target=self._ask_scheduler, args=(store.clone(),), daemon=True).start()
             while event != _LEAVES and not store.check([protocol.STOP]):
+                if rank == 0:
+                    self._heed_time_limit()
                 with contextlib.suppress(queue.Empty):
                     event = self._events.get(timeout=wait)
                 if self._wish:

@@ -299,6 +299,9 @@ STOP_ANSWERS = "stop/answers"
 STOP_AFTER = "stop/after"
 """The furthest step that any rank passed, or null. All wait for it, and stop at their next step."""
 
+STOP_END = "stop/end"
+"""When the job's time is up, in seconds since the epoch, as rank 0 heard from the scheduler."""
+
 STOP_STEP = "stop/step"
 """The step at which the first rank stopped. All compare theirs."""
 

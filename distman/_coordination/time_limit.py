@@ -1,0 +1,131 @@
+"""How long the job may still run, as its scheduler says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+END_TIME = "DISTMAN_END_TIME"
+MARGIN = "DISTMAN_STOP_MARGIN"
+
+_TOLD_BY = (END_TIME, "SLURM_JOB_END_TIME")
+"""Variables with the end in seconds since the epoch.
+
+Source:
+    sbatch(1), output environment variables.
+"""
+
+_ANSWER_LIMIT = 30.0  # seconds; a busy controller takes some
+_SLURM_TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)")
+
+
+def _of_slurm(answer: str) -> float | None:
+    """Return the seconds of ``[[D-]HH:]MM:SS``; None where the job has no limit."""
+    match = _SLURM_TIME.fullmatch(answer.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+def _of_pbs(answer: str) -> float | None:
+    (job,) = json.loads(answer)["Jobs"].values()
+    limit, used = _of_slurm(job["Resource_List"]["walltime"]), _of_slurm(job["resources_used"]["walltime"])
+    return None if limit is None or used is None else limit - used
+
+
+def _of_lsf(answer: str) -> float | None:
+    """Return the seconds of ``H:M L``."""
+    hours, _, minutes = answer.split()[0].partition(":")
+    return int(hours) * 3600.0 + int(minutes) * 60
+
+
+Question = tuple[str, tuple[str, ...], Callable[[str], float | None]]
+
+_QUESTIONS: tuple[Question, ...] = (
+    ("SLURM_JOB_ID", ("squeue", "--noheader", "--format=%L", "--jobs"), _of_slurm),
+    ("PBS_JOBID", ("qstat", "-f", "-F", "json"), _of_pbs),
+    ("LSB_JOBID", ("bjobs", "-noheader", "-o", "time_left"), _of_lsf),
+    ("FLUX_JOB_ID", ("flux", "job", "timeleft"), float),
+)
+"""The variable with a job's id, the command that is asked of that job, and what reads the seconds in its answer.
+
+Source:
+    squeue(1), qstat(1B) of OpenPBS, bjobs(1), flux-job(1).
+"""
+
+
+class TimeLimit:
+    """The end of this process's job: told by a variable, or asked of the scheduler once."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._end = _told(environ)
+        self._asking = threading.Lock()
+        self._is_asked = self._end is not None
+
+    @property
+    def end(self) -> float | None:
+        """Seconds since the epoch."""
+        return self._end
+
+    def left(self) -> float | None:
+        """Return how many seconds are left; None where that is not known."""
+        return None if self._end is None else self._end - time.time()
+
+    def ask(self) -> float | None:
+        """Ask the scheduler, unless that was done, and return the end."""
+        with self._asking:
+            if not self._is_asked:
+                left = _ask(self._environ)
+                self._end = None if left is None else time.time() + left
+                self._is_asked = True
+        return self._end
+
+    def believe(self, end: float) -> None:
+        """Take what another rank has found out."""
+        self._end, self._is_asked = end, True
+
+
+def margin(environ: Mapping[str, str]) -> float | None:
+    """Return how many seconds before the end the job has to stop; None where that is to be measured.
+
+    Raises:
+        ValueError: The variable holds no number.
+    """
+    text = environ.get(MARGIN)
+    return None if not text else _seconds(MARGIN, text)
+
+
+def _told(environ: Mapping[str, str]) -> float | None:
+    return next((_seconds(name, environ[name]) for name in _TOLD_BY if environ.get(name)), None)
+
+
+def _seconds(name: str, text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < threading.TIMEOUT_MAX:
+            return seconds
+    raise ValueError(f"{name} must be a number of seconds, got {text!r}. Mend it, or unset it.")
+
+
+def _ask(environ: Mapping[str, str]) -> float | None:
+    for variable, command, read in _QUESTIONS:
+        if environ.get(variable):
+            return _answer([*command, environ[variable]], read)
+    return None
+
+
+def _answer(command: list[str], read: Callable[[str], float | None]) -> float | None:
+    """Return the answer of a scheduler; None where it gives none that can be read."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ANSWER_LIMIT)
+        left = read(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
+        return None
+    return left if left is not None and math.isfinite(left) else None
