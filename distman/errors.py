@@ -46,6 +46,8 @@ __all__ = [
     "WorkerError",
 ]
 
+_SHOWN = 5  # names of tensors in a message
+
 
 class DistmanError(RuntimeError):
     """Base of every error that distman raises on its own account.
@@ -263,6 +265,48 @@ class BarrierTimeoutError(DistmanError):
         ... except BarrierTimeoutError as error:
         ...     raise SystemExit(f"still without data: {error}")
     """
+
+
+class DivergenceError(DistmanError):
+    """Ranks that ought to hold the same parameters, buffers or optimizer state do not.
+
+    Raised on every rank by :meth:`~distman.DistributedManager.check_replicas` and the callback
+    :class:`~distman.handler.ReplicaCheck`. Resume from a checkpoint, without the host of the odd rank if
+    ``distman check --quick`` finds something there; otherwise look for what differs between the ranks: a parameter that
+    not all of them change, a seed, or a kernel that is not deterministic.
+
+    Attributes:
+        tensors: Names of all that differ.
+        ranks: The odd ranks; all of them where no value has a majority, as on two ranks.
+        step: The step that was named, or None.
+
+    Example on two ranks:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> _ = torch.nn.init.constant_(model.weight, 1.0)
+        >>> _ = torch.nn.init.constant_(model.bias, float(rank))
+        >>> manager.check_replicas(model)
+        Traceback (most recent call last):
+            ...
+        distman.errors.DivergenceError: ...bias...
+    """
+
+    def __init__(
+        self, *, tensors: list[str], ranks: list[int], places: list[str], step: int | None, is_majority: bool
+    ) -> None:
+        self.tensors = tensors
+        self.ranks = ranks
+        self.step = step
+        self._all = {"tensors": tensors, "ranks": ranks, "places": places, "step": step, "is_majority": is_majority}
+        shown = ", ".join(tensors[:_SHOWN]) + (f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else "")
+        odd = " and ".join(places) + (f" and {len(ranks) - len(places)} more" if len(ranks) > len(places) else "")
+        where = f"{odd} differ{'s' * (len(ranks) == 1)} from the others" if is_majority else f"{odd} differ"
+        super().__init__(
+            f"replicas must hold the same numbers{'' if step is None else f' in step {step}'}, but {where} in {shown}. "
+            "Resume from a checkpoint, and run `distman check --quick` on these hosts."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial(type(self), **self._all), ()
 
 
 class CheckpointError(DistmanError):

@@ -49,6 +49,7 @@ from distman._job.manager.group_creation import GroupCreation
 from distman._job.manager.group_queries import GroupQueries
 from distman._job.manager.one_at_a_time import OneAtATime
 from distman._job.manager.place import Place
+from distman._job.manager.replicas import check_replicas
 from distman._job.manager.state import ManagerState
 from distman._job.shutdown import abandon, close_kept, leave
 from distman._job.start import adopt, reporter_of, start, undo, watch
@@ -329,6 +330,46 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 key = protocol.barrier(next(job.barriers[name]), name)
                 locate = functools.partial(self._state.watcher.locate, key) if self._state.watcher is not None else None
                 wait_for_all(store_group, key, timeout=seconds, locate=locate)
+
+    def check_replicas(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        step: int | None = None,
+        buffers: bool = True,
+    ) -> None:
+        """Compare the numbers of a model bit for bit between the ranks that ought to hold the same.
+
+        Collective. Blocking. Sums over the bits of each parameter and buffer, and of the optimizer's state, are
+        compared. Of a :class:`~torch.nn.parallel.DistributedDataParallel` its group is compared, of sharded parameters
+        the ranks of replicated mesh axes, else all ranks. The statistics that norms keep of each rank's own batches are
+        left out, unless they are a :class:`~torch.nn.SyncBatchNorm`'s. Kernels that are not deterministic do no harm:
+        all ranks take the same sum of the gradients.
+
+        Args:
+            module: A model that all ranks hold.
+            optimizer: Its optimizer, if its state is to be compared too.
+            step: The step to name in the error.
+            buffers: Compare buffers, too. Leave them out where a module changes them by the rank's own batch.
+
+        Raises:
+            DivergenceError: On every rank: a tensor differs; the error names it, and the odd rank and its host.
+            PlanMismatchError: The ranks pass modules with other tensors.
+            JobFailed: Another rank failed.
+
+        Example:
+            >>> manager = DistributedManager.initialize()
+            >>> model = torch.nn.Linear(2, 1)
+            >>> for step in range(100):
+            ...     if step % 50 == 0:
+            ...         manager.check_replicas(model, step=step)
+        """
+        job = self._state.job
+        if job.backend is not None:
+            tracking.check_all_run_here(range(job.world_size))
+            raise_if_failed()
+            check_replicas(module, optimizer, step, job, buffers=buffers)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop at the next step that :meth:`should_stop` agrees on.

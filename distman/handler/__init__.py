@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distman.handler._archive import Preempted
-from distman.handler._callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from distman.handler._callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ReplicaCheck
 from distman.handler._events import Callback
 from distman.handler._history import History
 from distman.handler._nn_handler import NNHandler
@@ -24,6 +24,7 @@ __all__ = [
     "NNHandler",
     "Preempted",
     "Profiler",
+    "ReplicaCheck",
     "Stepper",
     "TakenWeights",
     "TensorBoardTracker",

@@ -14,6 +14,7 @@ from distman.checkpoint._folder import check_writable
 from distman.handler._events import Callback
 from distman.handler._history import Record, sign_of
 from distman.handler._sharded_state import save_in
+from distman.manager import DistributedManager
 from distman.topology import is_whole_number
 
 if TYPE_CHECKING:
@@ -210,3 +211,40 @@ class LearningRateMonitor(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.rates, self._rate = state["rates"].tolist(), state.get("rate", math.nan)
+
+
+class ReplicaCheck(Callback):
+    """Compares the model and the optimizer's state between the ranks every so many steps, bit for bit.
+
+    See :meth:`distman.DistributedManager.check_replicas`.
+
+    Args:
+        every: Number of steps between two checks.
+        buffers: Compare buffers, too.
+
+    Raises:
+        TypeError: ``every`` is not a whole number.
+        ValueError: ``every`` is less than 1.
+        DivergenceError: In a training, on every rank: a tensor differs on some rank.
+
+    Example:
+        >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+        >>> handler.set_optimizer(torch.optim.SGD, lr=0.1)
+        >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
+        >>> handler.set_train_loader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=4)
+        >>> handler.add_callback(ReplicaCheck(every=2))
+        >>> history = handler.train(1)
+    """
+
+    def __init__(self, every: int = 50, *, buffers: bool = True) -> None:
+        if not is_whole_number(every):
+            raise TypeError(f"every must be a whole number, got {every!r}. Pass an integer.")
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}. Pass a positive number.")
+        self._every, self._buffers = every, buffers
+
+    def on_step_end(self, handler: NNHandler, step: int) -> None:
+        if step % self._every == 0:
+            check = DistributedManager().check_replicas
+            for optimizer in handler.optimizers.values():
+                check(handler.model, optimizer, step=step, buffers=self._buffers)

@@ -1,0 +1,123 @@
+"""Whether ranks that ought to hold the same numbers do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _NormBase
+
+from distman._coordination.wait_scope import WaitScope
+from distman._job.job import Job
+from distman._torch_internals import is_distributed_tensor
+from distman.errors import DivergenceError, PlanMismatchError
+
+_COLUMNS = 128
+"""Words in a row: a word's place in its row counts in the sum, its row does not."""
+
+_BITS = (1 << 62) - 1  # of a sum: its negative fits into 64 bits, too
+_SHOWN = 5  # names in a message
+
+Entries = dict[dist.ProcessGroup | None, dict[str, torch.Tensor]]
+
+
+def check_replicas(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, step: int | None, job: Job, *, buffers: bool
+) -> None:
+    """Compare sums over the bits of all tensors, and raise on all ranks if some differ."""
+    for group, tensors in _entries(module, optimizer, buffers=buffers).items():
+        size = dist.get_world_size(group)
+        if size > 1:
+            with WaitScope("check_replicas()"):
+                _compare(tensors, group, step, job)
+
+
+def _compare(tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None, step: int | None, job: Job) -> None:
+    device = job.device
+    no_sums = torch.zeros(0, dtype=torch.int64, device=device)
+    sums = torch.stack([_sum_of_bits(one).to(device) for one in tensors.values()]) if tensors else no_sums
+    names = _sum_of_bits(torch.tensor([*"\n".join(tensors).encode()], dtype=torch.uint8)).to(device)
+    mine = torch.stack([torch.tensor(len(tensors), device=device), names, _sum_of_bits(sums)])
+    ends = torch.cat([mine, -mine])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+    count, same_names, same_sums = (ends[:3] == -ends[3:]).tolist()
+    if not (count and same_names):
+        raise PlanMismatchError(
+            f"all ranks must check modules with the same parameters and buffers, got {len(tensors)} on rank "
+            f"{job.peer.rank}, and others elsewhere. Pass the same module, and the same optimizer, on all ranks."
+        )
+    if not same_sums:
+        everyone = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, sums, group)
+        raise _error([one.tolist() for one in everyone], list(tensors), group, step, job)
+
+
+def _error(
+    sums: Sequence[list[int]], names: list[str], group: dist.ProcessGroup | None, step: int | None, job: Job
+) -> DivergenceError:
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    differing = [at for at in range(len(names)) if len({one[at] for one in sums}) > 1]
+    ((usual, number),) = Counter(one[differing[0]] for one in sums).most_common(1)
+    is_majority = 2 * number > len(sums)
+    odd = [rank for rank, one in zip(ranks, sums, strict=True) if not is_majority or one[differing[0]] != usual]
+    return DivergenceError(
+        tensors=[names[at] for at in differing],
+        ranks=odd,
+        places=[str(job.roll_call[rank]) for rank in odd[:_SHOWN]],
+        step=step,
+        is_majority=is_majority,
+    )
+
+
+def _entries(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *, buffers: bool) -> Entries:
+    """Return all tensors by name, grouped by the process group whose ranks ought to hold the same numbers."""
+    default = getattr(module, "process_group", None)
+    found: Entries = {default: {}}
+    shared = _shared_buffers(module) if buffers else []
+    for name, tensor in [*module.named_parameters(), *shared, *_states(module, optimizer)]:
+        if not is_distributed_tensor(tensor):
+            found.setdefault(default, {})[name] = tensor.detach()
+            continue
+        whole: Any = tensor
+        for dim, placement in enumerate(whole.placements):
+            if placement.is_replicate():
+                found.setdefault(whole.device_mesh.get_group(dim), {})[name] = whole.to_local().detach()
+    return found
+
+
+def _shared_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers but for statistics that each rank keeps of its own batches."""
+    own = {
+        id(buffer)
+        for part in module.modules()
+        if isinstance(part, _NormBase) and not isinstance(part, torch.nn.SyncBatchNorm)
+        for buffer in part.buffers(recurse=False)
+    }
+    return ((name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in own)
+
+
+def _states(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for parameter, state in optimizer.state.items() if optimizer is not None else ():
+        for key, value in sorted(state.items()):
+            if isinstance(value, torch.Tensor):
+                yield f"{key} of {names.get(parameter, 'a parameter')}", value
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number that a changed bit changes, on the tensor's device."""
+    flat = tensor.contiguous().reshape(-1)
+    flat = (flat.clone() if flat.storage_offset() else flat).view(torch.uint8)
+    num_rows = flat.numel() // (8 * _COLUMNS)
+    rows = flat[: num_rows * 8 * _COLUMNS].view(torch.int64).view(num_rows, _COLUMNS)
+    rest = flat[num_rows * 8 * _COLUMNS :].long()
+    columns = rows.sum(0)
+    total = (columns * _odd_numbers(_COLUMNS, flat.device)).sum() + (rest * _odd_numbers(len(rest), flat.device)).sum()
+    return total & _BITS
+
+
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    return 2 * torch.arange(count, device=device) + 1
