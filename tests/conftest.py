@@ -38,7 +38,7 @@ WITH_PROCESSES = {  # that are no ranks of `@ranks`; these folders and files hav
     TESTS / "test_no_skips.py",
     TESTS / "test_packaging.py",
 }
-OVER_NCCL_RULES = {TESTS / "collectives", TESTS / "test_mappings.py"}
+OVER_NCCL_RULES = {TESTS / "collectives", TESTS / "domain", TESTS / "test_mappings.py"}
 """Folders and files whose tests of several ranks run over a backend with NCCL's rules too."""
 BACKENDS = [
     pytest.param("gloo", id=pytest.HIDDEN_PARAM),

@@ -14,6 +14,7 @@ PACKAGES = (
     "compat",
     "data",
     "decorators",
+    "domain",
     "environments",
     "errors",
     "executor",

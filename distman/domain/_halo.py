@@ -1,0 +1,226 @@
+"""A shard with a halo of its neighbours' entries, and the sum of such halos: each is the other's adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from distman._coordination.wait_scope import collective
+from distman._job.groups.registry import Group
+from distman.collectives import GroupLike
+from distman.collectives._validation import check_call, check_sizes, normalize_dim, resolve_group, shard_sizes
+from distman.domain._fetch import deposit, fetch
+from distman.domain._windows import BOUNDARIES, Boundary, Windows, halo_windows
+from distman.topology._partition import is_whole_number
+
+Halo = int | tuple[int, int]
+
+
+class _Along(NamedTuple):
+    """What is to be done along one dim."""
+
+    dim: int
+    before: int
+    after: int
+    boundary: Boundary
+    sizes: Sequence[int] | None
+    group: Group
+
+
+@collective
+def halo_exchange(
+    tensor: torch.Tensor,
+    halo: Halo | Sequence[Halo],
+    dim: int | Sequence[int],
+    *,
+    boundary: Boundary | Sequence[Boundary] = "zeros",
+    sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    group: GroupLike | Sequence[GroupLike] = None,
+) -> torch.Tensor:
+    """Return this rank's shard with a halo: the entries of the full tensor just before and after it.
+
+    Collective. Blocking. Differentiable: the gradients of halos travel back and are added up. Only ranks whose shards
+    a halo touches send anything: two messages for each rank and dim, unless a halo is wider than the next shard.
+
+    Args:
+        tensor: This rank's shard, shape ``(*, n, *)`` with n at ``dim``; n may differ between ranks and be 0.
+        halo: Entries before and after the shard: a number, or a pair. The same on all ranks.
+        dim: The sharded dim, or a sequence of them. Then there is a group for each, the other arguments may be
+            sequences with an entry for each dim, and the halo has corners.
+        boundary: What is beyond the ends of the full tensor: ``"zeros"``; ``"circular"``, its other end;
+            ``"reflect"``, its mirror image about the last entry; ``"replicate"``, its last entry; ``"none"``, no halo.
+        sizes: The n of every rank along ``dim``, the same list on all ranks; None lets the ranks exchange them.
+        group: A process group, the name of one, or None for the world; its ranks hold the shards in their order.
+
+    Returns:
+        A new tensor, shape ``(*, before + n + after, *)``, of which the ranks at the ends lack what ``"none"`` leaves
+        out.
+
+    Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
+        ValueError: On every rank: halo, dim, boundary, sizes or group do not fit, or a halo is as long as the full
+            tensor, where it is reflected, or longer, where it is circular.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
+
+    Example on two ranks:
+        >>> shard = torch.arange(3) + 3 * rank
+        >>> all_gather_objects(halo_exchange(shard, 1, 0, boundary="circular").tolist())
+        [[5, 0, 1, 2, 3], [2, 3, 4, 5, 0]]
+    """
+    everything = _each_dim(tensor, halo, dim, boundary, sizes, group)
+    prepared = []
+    for along in everything:
+        tensor = _checked("halo_exchange", tensor, along)
+        tensor, lengths, axis = shard_sizes("halo_exchange", tensor, along.sizes, along.dim, along.group)
+        _check_reach(along, sum(lengths))
+        prepared.append((axis, halo_windows(lengths, along.before, along.after, along.boundary), along.group))
+    for axis, windows, members in prepared:
+        tensor = fetch(tensor, axis, windows, members)
+    return tensor
+
+
+@collective
+def halo_reduce(
+    tensor: torch.Tensor,
+    halo: Halo | Sequence[Halo],
+    dim: int | Sequence[int],
+    *,
+    boundary: Boundary | Sequence[Boundary] = "zeros",
+    sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    group: GroupLike | Sequence[GroupLike] = None,
+) -> torch.Tensor:
+    """Add each rank's halos to the entries of the shards that they stand for: the adjoint of :func:`halo_exchange`.
+
+    Collective. Blocking. Differentiable: the gradient is exchanged by :func:`halo_exchange`. 16-bit floats are added
+    up in float32.
+
+    Args:
+        tensor: This rank's shard with its halos, shaped as :func:`halo_exchange` returns it.
+        halo: Entries before and after the shard: a number, or a pair. The same on all ranks.
+        dim: The sharded dim, or a sequence of them, as in :func:`halo_exchange`.
+        boundary: What the halos beyond the ends of the full tensor stand for; those of ``"zeros"`` are dropped.
+        sizes: Lengths of the shards without halos along ``dim``, the same list on all ranks; None lets the ranks
+            exchange them, unless the boundary is ``"none"``.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The shard, a new tensor, shape ``(*, n, *)``.
+
+    Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
+        ValueError: On every rank: halo, dim, boundary, sizes or group do not fit.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
+
+    Example on two ranks:
+        >>> all_gather_objects(halo_reduce(torch.ones(4), 1, 0).tolist())  # of two entries, one is in the other's halo
+        [[1.0, 2.0], [2.0, 1.0]]
+    """
+    everything = _each_dim(tensor, halo, dim, boundary, sizes, group)
+    prepared = []
+    for along in everything:
+        tensor = _checked("halo_reduce", tensor, along)
+        tensor, windows, axis = _windows_within(tensor, along)
+        prepared.append((axis, windows, along.group))
+    for axis, windows, members in reversed(prepared):
+        tensor = deposit(tensor, axis, windows, members)
+    return tensor
+
+
+def _each_dim(tensor: torch.Tensor, halo: Any, dim: Any, boundary: Any, sizes: Any, group: Any) -> list[_Along]:
+    """Return the arguments for one dim after the other."""
+    several = not isinstance(dim, int)
+    dims = list(dim) if several else [dim]
+    halos = list(halo) if several and not isinstance(halo, int) else [halo] * len(dims)
+    boundaries = [boundary] * len(dims) if isinstance(boundary, str) else list(boundary)
+    lists = list(sizes) if several and sizes is not None else [sizes] * len(dims)
+    groups = list(group) if several and isinstance(group, list | tuple) else [group] * len(dims)
+    for name, given in (("halo", halos), ("boundary", boundaries), ("sizes", lists), ("group", groups)):
+        if len(given) != len(dims):
+            raise ValueError(
+                f"{name} must have one entry for each of the {len(dims)} dims {tuple(dims)}, got {len(given)}. Pass as "
+                "many as dims."
+            )
+    members = [resolve_group(one) for one in groups]
+    wide = [one.ranks for one in members if one.size > 1]
+    if len(set(wide)) < len(wide):
+        raise ValueError(
+            f"group must be another one for each of the dims {tuple(dims)}, got {groups}. Pass the groups of the axes "
+            "of a mesh."
+        )
+    if isinstance(tensor, torch.Tensor) and len({one % tensor.ndim for one in dims if tensor.ndim}) < len(dims):
+        raise ValueError(f"dim must hold different dims, got {tuple(dims)}. Name each dim once.")
+    return [
+        _Along(one, *_pair(width), _known(bound), listed, of)
+        for one, width, bound, listed, of in zip(dims, halos, boundaries, lists, members, strict=True)
+    ]
+
+
+def _pair(halo: Any) -> tuple[int, int]:
+    numbers = tuple(halo) if isinstance(halo, list | tuple) else (halo, halo)
+    if len(numbers) != 2 or not all(is_whole_number(number) and number >= 0 for number in numbers):
+        raise ValueError(
+            f"halo must be a number of entries, 0 or more, or two of them, got {halo!r}. Pass how many the shard needs "
+            "before and after."
+        )
+    return numbers
+
+
+def _known(boundary: Any) -> Boundary:
+    if boundary not in BOUNDARIES:
+        raise ValueError(f"boundary must be one of {', '.join(BOUNDARIES)}, got {boundary!r}. Choose one.")
+    found: Boundary = boundary
+    return found
+
+
+def _checked(operation: str, tensor: torch.Tensor, along: _Along) -> torch.Tensor:
+    return check_call(
+        operation,
+        tensor,
+        along.group,
+        free_dim=along.dim,
+        unites_grad=along.sizes is None,
+        dim=along.dim,
+        halo=(along.before, along.after),
+        boundary=along.boundary,
+        sizes=along.sizes,
+    )
+
+
+def _check_reach(along: _Along, length: int) -> None:
+    widest = max(along.before, along.after)
+    most = {"reflect": length - 1, "circular": length, "replicate": widest if length else 0}.get(along.boundary, widest)
+    if widest > most:
+        raise ValueError(
+            f"halo must be at most {max(most, 0)} where a tensor of length {length} along dim {along.dim} continues by "
+            f"{along.boundary!r}, got {(along.before, along.after)}. Choose a smaller halo, or another boundary."
+        )
+
+
+def _windows_within(tensor: torch.Tensor, along: _Along) -> tuple[torch.Tensor, Windows, int]:
+    """Return the windows of which this rank holds one, and the dim."""
+    axis = normalize_dim(along.dim, tensor.ndim)
+    if along.sizes is not None:
+        lengths = check_sizes(along.sizes, along.group)
+    elif along.boundary == "none":
+        raise ValueError("sizes must be given where the boundary is 'none', got None. Pass the lengths of the shards.")
+    else:
+        tensor, padded, axis = shard_sizes("halo_reduce", tensor, None, along.dim, along.group)
+        lengths = [length - along.before - along.after for length in padded]
+        if min(lengths) < 0:
+            raise ValueError(
+                f"tensor must hold its halos {(along.before, along.after)} along dim {along.dim} on every rank, got "
+                f"lengths {padded}. Pass what halo_exchange returns."
+            )
+    _check_reach(along, sum(lengths))
+    windows = halo_windows(lengths, along.before, along.after, along.boundary)
+    if tensor.shape[axis] != windows.length(along.group.rank):
+        raise ValueError(
+            f"tensor must have length {windows.length(along.group.rank)} along dim {along.dim}, that of a shard of "
+            f"{lengths[along.group.rank]} with its halos {(along.before, along.after)}, got {tensor.shape[axis]}. Pass "
+            "what halo_exchange returns."
+        )
+    return tensor, windows, axis
