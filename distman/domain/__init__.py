@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from distman.domain._axes import weighted_sizes
+from distman.domain._blocks import gather_domain, scatter_domain
+from distman.domain._decompose import decompose
 from distman.domain._halo import halo_exchange, halo_reduce
+from distman.domain._local import Roll
 
 __all__ = [
+    "Roll",
+    "decompose",
+    "gather_domain",
     "halo_exchange",
     "halo_reduce",
+    "scatter_domain",
+    "weighted_sizes",
 ]

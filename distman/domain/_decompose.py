@@ -1,0 +1,175 @@
+"""Models for split fields: layers of torch turned into ones that compute on blocks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from distman.collectives import all_gather_objects
+from distman.collectives._validation import resolve_group
+from distman.domain import _local, _norms
+from distman.domain._axes import layout_of
+from distman.domain._blocks import Dims
+from distman.domain._domain import Domain, OnBlocks
+from distman.topology import split_sizes
+
+_MIXING = (
+    *("RNNBase", "MultiheadAttention", "Transformer", "TransformerEncoderLayer", "TransformerDecoderLayer", "Unfold"),
+    *("Fold", "MaxUnpool1d", "MaxUnpool2d", "MaxUnpool3d", "FractionalMaxPool2d", "FractionalMaxPool3d", "LPPool1d"),
+    *("LPPool2d", "SyncBatchNorm", "Bilinear", "Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout"),
+)
+
+
+def _made(layer: type[nn.Module], base: type[OnBlocks], **attributes: Any) -> tuple[type[nn.Module], type[nn.Module]]:
+    name = f"Blocks{layer.__name__}"
+    made = type(name, (base, layer), {"__module__": __name__, "__doc__": base.__doc__, **attributes})
+    globals()[name] = made  # where pickle looks for it
+    return layer, made
+
+
+_LAYERS = dict(
+    [
+        *(_made(layer, _local.Conv) for layer in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+        *(_made(one, _local.ConvTranspose) for one in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
+        *(_made(getattr(nn, f"MaxPool{num}d"), _local.MaxPool, num_dims=num) for num in (1, 2, 3)),
+        *(_made(getattr(nn, f"AvgPool{num}d"), _local.AvgPool, num_dims=num) for num in (1, 2, 3)),
+        *(
+            _made(getattr(nn, f"Adaptive{kind}Pool{num}d"), _local.AdaptivePool, num_dims=num, is_max=kind == "Max")
+            for kind in ("Avg", "Max")
+            for num in (1, 2, 3)
+        ),
+        *(_made(getattr(nn, f"BatchNorm{num}d"), _norms.BatchNorm) for num in (1, 2, 3)),
+        *(_made(getattr(nn, f"InstanceNorm{num}d"), _norms.InstanceNorm, num_dims=num) for num in (1, 2, 3)),
+        *(_made(layer, base) for layer, base in ((nn.GroupNorm, _norms.GroupNorm), (nn.LayerNorm, _norms.LayerNorm))),
+        *(_made(one, _local.Upsample) for one in (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d)),
+        *(
+            _made(getattr(nn, f"{kind}Pad{num}d"), _local.Pad, boundary=boundary)
+            for kind, boundary in (
+                *(("Zero", "zeros"), ("Constant", "zeros"), ("Reflection", "reflect")),
+                *(("Replication", "replicate"), ("Circular", "circular")),
+            )
+            for num in (1, 2, 3)
+        ),
+        _made(nn.PixelShuffle, _local.PixelShuffle),
+        _made(nn.PixelUnshuffle, _local.PixelUnshuffle),
+        _made(_local.Roll, _local.RollOnBlocks),
+    ]
+)
+
+
+def decompose(module: nn.Module, dims: Dims, *, check: torch.Tensor | None = None) -> nn.Module:
+    """Let a model compute on blocks of a field what it computes on the full field.
+
+    Local, unless ``check`` is given; each call of the model becomes collective over the groups of ``dims``, forward and
+    backward. Convolutions, pooling, norms, ``Upsample``, padding, pixel shuffles and :class:`Roll` become subclasses of
+    theirs with the same parameters and state dicts, which exchange what they need with the neighbours. Functions called
+    between them may treat each position alone; those that mix positions of a split dim, such as
+    ``torch.nn.functional.interpolate`` or a mean over it, are refused with what to write instead.
+
+    The blocks may have any sizes. Fields of other lengths, after a stride say, are cut in proportion. What
+    ``AdaptiveAvgPool2d(1)`` and its like return is whole, and the same on all ranks. The gradients on each rank are
+    those of the sum of all ranks' losses by this rank's use of the parameters: average them over all ranks, as
+    ``manager.wrap_ddp`` does, where each rank's loss is ``num_ranks / num_positions`` times the sum over its block.
+
+    Args:
+        module: The model, changed in place. Give it to ``wrap_ddp`` and the like afterwards.
+        dims: For each split dim, counted from the end, its group: ``{-2: "rows", -1: "columns"}``. The first tensor
+            that the model is called with has these dims, and so have others with as many dims; the rest is whole.
+        check: A full field, equal on all ranks, on which the model is compared once with its decomposed form.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        ValueError: A dim is not negative, or two have one group. A layer mixes positions and is not known, named with
+            what to do; a layer is not initialized. In a later call: a function mixes positions, or blocks do not fit.
+            On every rank, with ``check``: outputs differ, or the decomposed form cannot compute this model.
+        DistmanError: In a later call: a layer is called outside of its model.
+
+    Example on two ranks:
+        >>> model = decompose(torch.nn.Conv1d(1, 1, 3, padding=1, bias=False), {-1: "world"})
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> all_gather_objects(model(torch.ones(1, 1, 2)).tolist())
+        [[[[2.0, 3.0]]], [[[3.0, 2.0]]]]
+    """
+    groups = [resolve_group(group) for group in dims.values()]
+    wide = [group.ranks for group in groups if group.size > 1]
+    if not dims or max(dims) > -1 or len(set(wide)) < len(wide):
+        raise ValueError(
+            f"dims must name dims, counted from the end, each with a group of its own, got {dict(dims)}. Pass "
+            "{-2: 'rows', -1: 'columns'}, say."
+        )
+    _refuse_unknown(module)
+    whole = copy.deepcopy(module) if check is not None else None
+    domain = Domain(dims)
+    for layer in module.modules():
+        if type(layer) in _LAYERS:
+            layer.__class__ = _LAYERS[type(layer)]
+            layer._domain, layer._seen = domain, {}  # type: ignore[assignment]  # no modules, nor parameters
+    module.register_forward_pre_hook(domain.begin, with_kwargs=True)
+    module.register_forward_hook(domain.end, always_call=True)
+    if check is not None and whole is not None:
+        _compare(whole, copy.deepcopy(module), dims, check)
+    return module
+
+
+def _refuse_unknown(module: nn.Module) -> None:
+    kinds = tuple(getattr(nn, name) for name in _MIXING)
+    found = [
+        f"{name or 'the module itself'} ({type(layer).__name__})"
+        for name, layer in module.named_modules()
+        if isinstance(layer, (*kinds, OnBlocks)) or getattr(layer, "return_indices", False)
+    ]
+    if found:
+        raise ValueError(
+            f"layers must be ones that decompose knows, got {', '.join(found)}. Decompose the parts before and behind, "
+            "and give the layer the field that gather_domain(..., everywhere=True) returns."
+        )
+    lazy = [name for name, one in module.named_parameters() if nn.parameter.is_lazy(one)]
+    if lazy:
+        raise ValueError(f"parameters must be initialized, got lazy ones {lazy}. Call the module once before.")
+
+
+def _compare(whole: nn.Module, split: nn.Module, dims: Dims, batch: torch.Tensor) -> None:
+    """Compare both forms of a model, copies, on a full field."""
+    for layer in (*whole.modules(), *split.modules()):
+        if "Dropout" in type(layer).__name__:
+            layer.eval()
+    block = batch
+    for dim, group in dims.items():
+        members = resolve_group(group)
+        block = block.split(split_sizes(block.shape[dim], members.size), dim)[members.rank]
+    problem = ""
+    with torch.no_grad():
+        expected = whole(batch)
+        try:
+            result = split(block.contiguous())
+            problem = _difference(result, expected)
+        except ValueError as error:
+            problem = str(error)
+    for group in dims.values():
+        problem = next(filter(None, all_gather_objects(problem, group=group)), "")
+    if problem:
+        raise ValueError(problem)
+
+
+def _difference(result: torch.Tensor, expected: torch.Tensor) -> str:
+    for dim, axis in layout_of(result).items():
+        start, end = axis.intervals[resolve_group(axis.group).rank]
+        expected = expected.narrow(dim, start, end - start)
+    if result.shape != expected.shape:
+        shapes = f"{tuple(result.shape)} in the place of {tuple(expected.shape)}"
+        return f"the decomposed model must return blocks of what it did, got {shapes}. Look for what mixes positions."
+    if not expected.numel():
+        return ""
+    tolerance = 20 * torch.finfo(expected.dtype).eps ** 0.75 * float(expected.abs().max())
+    largest = float((result - expected).abs().max())
+    if largest <= tolerance:
+        return ""
+    return (
+        f"the decomposed model must compute what it did, got outputs that differ by {largest:.3g}. Look for what mixes "
+        "positions in a function of its own."
+    )
