@@ -86,7 +86,7 @@ def gather_domain(tensor: torch.Tensor, dims: Dims, *, everywhere: bool = False)
         >>> all_gather_objects(tuple(full.shape))
         [(2, 3), (2, 0)]
     """
-    for dim, group in reversed(dims.items()):
+    for dim, group in reversed([*dims.items()]):
         if everywhere:
             tensor = all_gather_v(tensor, dim=dim, group=group)
         else:

@@ -12,7 +12,7 @@ from distman._coordination.wait_scope import collective
 from distman.collectives import GroupLike, all_gather_v
 from distman.collectives._validation import check_call, resolve_group
 from distman.domain._axes import Axis, Layout, layout_of, set_layout
-from distman.domain._fetch import fetch
+from distman.domain._fetch import Fetch
 from distman.domain._guard import Guard
 from distman.domain._windows import Boundary, Windows
 from distman.errors import DistmanError
@@ -136,7 +136,8 @@ def window(
         return tensor
     windows = Windows(axis.sizes, tuple(bounds), boundary)
     tensor = check_call("a layer of a decomposed model", tensor, group, free_dim=dim, dim=dim, windows=windows.text)
-    return fetch(tensor, dim, windows, group)
+    result: torch.Tensor = Fetch.apply(tensor, dim % tensor.ndim, windows, group)
+    return result
 
 
 def rank_in(axis: Axis) -> int:

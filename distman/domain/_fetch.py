@@ -16,19 +16,9 @@ from distman.domain._windows import Run, Runs, Windows, gaps, plan
 _IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
-def fetch(tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> torch.Tensor:
-    """Return this rank's window of a dim, of which the ranks whose shards it touches send their parts."""
-    result: torch.Tensor = Fetch.apply(tensor, dim % tensor.ndim, windows, group)
-    return result
-
-
-def deposit(tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> torch.Tensor:
-    """Return this rank's shard of the sum of all windows, the adjoint of :func:`fetch`."""
-    result: torch.Tensor = Deposit.apply(tensor, dim % tensor.ndim, windows, group)
-    return result
-
-
 class Fetch(LinearFunction):
+    """This rank's window of a dim, of which the ranks whose shards it touches send their parts."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> torch.Tensor:
         ctx.arguments = dim, windows, group
@@ -60,6 +50,8 @@ class Fetch(LinearFunction):
 
 
 class Deposit(LinearFunction):
+    """This rank's shard of the sum of all windows."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> torch.Tensor:
         ctx.arguments = dim, windows, group

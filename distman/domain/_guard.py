@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from distman.domain._axes import Layout, layout_of, set_layout
 
-Arguments = tuple[Sequence[Any], dict[str, Any]]
 Rule = Callable[[str, Sequence[Any], dict[str, Any], Any], Layout | None]
 
 
@@ -23,7 +22,7 @@ _READ = _words(
     "shape size dtype device dim ndim numel nelement stride is_contiguous requires_grad is_floating_point is_complex "
     "is_cuda layout data_ptr element_size itemsize is_leaf grad_fn names storage_offset len is_sparse is_quantized "
     "get_device repr hash is_nested version grad is_meta is_cpu register_hook retain_grad nbytes is_signed output_nr "
-    "is_mkldnn is_inference is_shared is_pinned"
+    "is_mkldnn is_inference is_shared is_pinned new_zeros new_ones new_full new_empty"
 )
 # Beside those that torch itself calls pointwise.
 _POINTWISE = _words(
@@ -41,7 +40,7 @@ _ALONG = {
 }
 _REDUCING = {
     **dict.fromkeys(("sum", "mean", "amax", "amin", "var", "std", "prod", "logsumexp", "any", "all", "max", "min"), 1),
-    **{"argmax": 1, "argmin": 1, "norm": 2, "vector_norm": 2},
+    **{"argmax": 1, "argmin": 1, "unbind": 1, "select": 1, "norm": 2, "vector_norm": 2},
 }
 _INSTEAD = {
     "pad": "Use a module such as torch.nn.ZeroPad2d, ReflectionPad2d or CircularPad2d",
@@ -53,6 +52,7 @@ _INSTEAD = {
     "mean": "Use the module torch.nn.AdaptiveAvgPool2d(1), or its like of other dims",
     "max": "Use the module torch.nn.AdaptiveMaxPool2d(1), or its like of other dims",
     "amax": "Use the module torch.nn.AdaptiveMaxPool2d(1), or its like of other dims",
+    "einsum": "Use a module such as torch.nn.Conv2d with kernels of one entry",
     "flatten": "Pool the field with torch.nn.AdaptiveAvgPool2d(1) before",
 }
 
@@ -65,9 +65,8 @@ class Guard(TorchFunctionMode):
         self.is_paused = False
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+        self, func: Callable[..., Any], _types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        del types
         kwargs = kwargs or {}
         if self.is_paused or not any(map(layout_of, _tensors((args, kwargs)))):
             return func(*args, **kwargs)
@@ -125,7 +124,7 @@ def _rule_of(name: str) -> Rule | None:
     return _pointwise if is_tagged or name in _POINTWISE else None
 
 
-def _pointwise(name: str, args: Sequence[Any], kwargs: dict[str, Any], _: Any) -> Layout:
+def _pointwise(name: str, args: Sequence[Any], kwargs: dict[str, Any], _: Any = None) -> Layout:
     """Return the common layout of all arguments; all that extend along a split dim must be split there alike."""
     merged: Layout = {}
     everything = list(_tensors((args, kwargs)))
@@ -155,8 +154,8 @@ def _from_end(dim: int, ndim: int) -> int:
     return dim if dim < 0 else dim - ndim
 
 
-def _along(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Layout:
-    layout = _pointwise(name, args[:1], kwargs, result)
+def _along(name: str, args: Sequence[Any], kwargs: dict[str, Any], _: Any) -> Layout:
+    layout = _pointwise(name, args[:1], kwargs)
     dims = _argument(args, kwargs, _ALONG[name][0], _ALONG[name][1], "dim", "dims", "axis")
     if name == "flip" and len(args) > 2:
         dims = args[1:]
@@ -179,7 +178,7 @@ def _reducing(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: An
     place = _REDUCING[name]
     dims = _argument(args, kwargs, place, None, "dim", "axis")
     if isinstance(dims, torch.Tensor) or "other" in kwargs:
-        return _pointwise(name, args, kwargs, result)
+        return _pointwise(name, args, kwargs)
     layout = layout_of(args[0])
     whole = _check_whole(name, dims, layout, args[0].ndim)
     first = next(_tensors(result))
@@ -203,9 +202,8 @@ def _moving(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: torc
     return {places[lengths[d]]: axis for d, axis in layout.items()}
 
 
-def _reshaping(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Layout:
+def _reshaping(name: str, args: Sequence[Any], _kwargs: dict[str, Any], result: torch.Tensor) -> Layout:
     """Follow the dims of a reshaped tensor: a dim is the same where it and all behind it have kept their lengths."""
-    del kwargs
     tensor, layout = args[0], {}
     for dim, axis in layout_of(tensor).items():
         behind = tensor.shape[tensor.ndim + dim + 1 :].numel()
@@ -217,14 +215,6 @@ def _reshaping(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: t
     return layout
 
 
-def _keeping(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Layout:
-    del kwargs
-    layout = layout_of(args[0])
-    if any(result.shape[dim] != args[0].shape[dim] for dim in layout):
-        raise _refusal(name, "it changes the length of a dim that is split")
-    return layout
-
-
 def _linear(name: str, args: Sequence[Any], kwargs: dict[str, Any], _: Any) -> Layout:
     layout = layout_of(args[0])
     others = [*args[1:], *kwargs.values()]
@@ -233,24 +223,7 @@ def _linear(name: str, args: Sequence[Any], kwargs: dict[str, Any], _: Any) -> L
     return layout
 
 
-def _einsum(name: str, args: Sequence[Any], kwargs: dict[str, Any], _: Any) -> Layout:
-    del kwargs
-    inputs, _, output = args[0].replace(" ", "").partition("->")
-    terms, tensors = inputs.split(","), list(_tensors(args[1:]))
-    split: dict[str, Any] = {}
-    for term, tensor in zip(terms, tensors, strict=True):
-        split |= {term[dim]: axis for dim, axis in layout_of(tensor).items()}
-    for term, tensor in zip(terms, tensors, strict=True):
-        known = {term[dim]: axis for dim, axis in layout_of(tensor).items()}
-        if any(letter in term and known.get(letter) != axis for letter, axis in split.items()):
-            raise _refusal(name, "a dim is split in one of its tensors and not in another")
-    if "." in args[0] or any(output.count(letter) != 1 for letter in split):
-        raise _refusal(name, "it adds up along a dim that is split")
-    return {output.index(letter) - len(output): axis for letter, axis in split.items()}
-
-
-def _indexing(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Layout:
-    del kwargs
+def _indexing(_name: str, args: Sequence[Any], _kwargs: dict[str, Any], result: torch.Tensor) -> Layout:
     tensor, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
     if any(isinstance(one, torch.Tensor | list) for one in index):
         raise _refusal("indexing by tensors", "where its entries come from is not known")
@@ -266,13 +239,12 @@ def _indexing(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: to
             layout[place] = layout_of(tensor)[dim]
         dim += one is not None
         place += one is None or isinstance(one, slice)
-    del name
     return layout
 
 
 def _stacking(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Layout:
     dim = _from_end(_argument(args, kwargs, 1, 0, "dim"), result.ndim)
-    layout = _pointwise(name, args[:1], kwargs, result)
+    layout = _pointwise(name, args[:1], kwargs)
     return {one - (one <= dim): axis for one, axis in layout.items()}
 
 
@@ -282,8 +254,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "unsqueeze", "squeeze"), _moving
     ),
-    **dict.fromkeys(("reshape", "view", "flatten", "unflatten", "view_as", "reshape_as"), _reshaping),
-    **dict.fromkeys(("expand", "repeat", "expand_as"), _keeping),
+    **dict.fromkeys(("reshape", "view", "flatten", "unflatten", "expand", "expand_as", "repeat"), _reshaping),
     **dict.fromkeys(("linear", "matmul"), _linear),
-    **{"einsum": _einsum, "getitem": _indexing, "stack": _stacking},
+    **{"getitem": _indexing, "stack": _stacking},
 }

@@ -11,8 +11,8 @@ from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
 from distman.collectives import GroupLike
 from distman.collectives._validation import check_call, check_sizes, normalize_dim, resolve_group, shard_sizes
-from distman.domain._fetch import deposit, fetch
-from distman.domain._windows import BOUNDARIES, Boundary, Windows, halo_windows
+from distman.domain._fetch import Deposit, Fetch
+from distman.domain._windows import BOUNDARIES, Boundary, Windows, halo_windows, longest_halo
 from distman.topology._partition import is_whole_number
 
 Halo = int | tuple[int, int]
@@ -78,7 +78,7 @@ def halo_exchange(
         _check_reach(along, sum(lengths))
         prepared.append((axis, halo_windows(lengths, along.before, along.after, along.boundary), along.group))
     for axis, windows, members in prepared:
-        tensor = fetch(tensor, axis, windows, members)
+        tensor = Fetch.apply(tensor, axis, windows, members)
     return tensor
 
 
@@ -110,10 +110,8 @@ def halo_reduce(
         The shard, a new tensor, shape ``(*, n, *)``.
 
     Raises:
-        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
-        ValueError: On every rank: halo, dim, boundary, sizes or group do not fit.
-        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
-            was given what messages cannot carry.
+        TypeError, PlanMismatchError: As :func:`halo_exchange` does.
+        ValueError: On every rank: halo, dim, boundary, sizes or group do not fit, nor the tensor to these.
 
     Example on two ranks:
         >>> all_gather_objects(halo_reduce(torch.ones(4), 1, 0).tolist())  # of two entries, one is in the other's halo
@@ -126,7 +124,7 @@ def halo_reduce(
         tensor, windows, axis = _windows_within(tensor, along)
         prepared.append((axis, windows, along.group))
     for axis, windows, members in reversed(prepared):
-        tensor = deposit(tensor, axis, windows, members)
+        tensor = Deposit.apply(tensor, axis, windows, members)
     return tensor
 
 
@@ -135,7 +133,7 @@ def _each_dim(tensor: torch.Tensor, halo: Any, dim: Any, boundary: Any, sizes: A
     several = not isinstance(dim, int)
     dims = list(dim) if several else [dim]
     halos = list(halo) if several and not isinstance(halo, int) else [halo] * len(dims)
-    boundaries = [boundary] * len(dims) if isinstance(boundary, str) else list(boundary)
+    boundaries: list[Any] = [boundary] * len(dims) if isinstance(boundary, str) else list(boundary)
     lists = list(sizes) if several and sizes is not None else [sizes] * len(dims)
     groups = list(group) if several and isinstance(group, list | tuple) else [group] * len(dims)
     for name, given in (("halo", halos), ("boundary", boundaries), ("sizes", lists), ("group", groups)):
@@ -144,6 +142,9 @@ def _each_dim(tensor: torch.Tensor, halo: Any, dim: Any, boundary: Any, sizes: A
                 f"{name} must have one entry for each of the {len(dims)} dims {tuple(dims)}, got {len(given)}. Pass as "
                 "many as dims."
             )
+    unknown = [one for one in boundaries if one not in BOUNDARIES]
+    if unknown:
+        raise ValueError(f"boundary must be one of {', '.join(BOUNDARIES)}, got {unknown[0]!r}. Choose one.")
     members = [resolve_group(one) for one in groups]
     wide = [one.ranks for one in members if one.size > 1]
     if len(set(wide)) < len(wide):
@@ -154,7 +155,7 @@ def _each_dim(tensor: torch.Tensor, halo: Any, dim: Any, boundary: Any, sizes: A
     if isinstance(tensor, torch.Tensor) and len({one % tensor.ndim for one in dims if tensor.ndim}) < len(dims):
         raise ValueError(f"dim must hold different dims, got {tuple(dims)}. Name each dim once.")
     return [
-        _Along(one, *_pair(width), _known(bound), listed, of)
+        _Along(one, *_pair(width), bound, listed, of)
         for one, width, bound, listed, of in zip(dims, halos, boundaries, lists, members, strict=True)
     ]
 
@@ -167,13 +168,6 @@ def _pair(halo: Any) -> tuple[int, int]:
             "before and after."
         )
     return numbers
-
-
-def _known(boundary: Any) -> Boundary:
-    if boundary not in BOUNDARIES:
-        raise ValueError(f"boundary must be one of {', '.join(BOUNDARIES)}, got {boundary!r}. Choose one.")
-    found: Boundary = boundary
-    return found
 
 
 def _checked(operation: str, tensor: torch.Tensor, along: _Along) -> torch.Tensor:
@@ -191,11 +185,10 @@ def _checked(operation: str, tensor: torch.Tensor, along: _Along) -> torch.Tenso
 
 
 def _check_reach(along: _Along, length: int) -> None:
-    widest = max(along.before, along.after)
-    most = {"reflect": length - 1, "circular": length, "replicate": widest if length else 0}.get(along.boundary, widest)
-    if widest > most:
+    most = longest_halo(along.boundary, length)
+    if max(along.before, along.after) > most:
         raise ValueError(
-            f"halo must be at most {max(most, 0)} where a tensor of length {length} along dim {along.dim} continues by "
+            f"halo must be at most {most} where a tensor of length {length} along dim {along.dim} continues by "
             f"{along.boundary!r}, got {(along.before, along.after)}. Choose a smaller halo, or another boundary."
         )
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from distman.collectives import all_gather_v
 from distman.domain._axes import Axis, Layout
 from distman.domain._domain import OnBlocks, rank_in, window
-from distman.domain._windows import Boundary
+from distman.domain._windows import Boundary, longest_halo
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
 
 _MODES: dict[str, Boundary] = {
@@ -76,8 +76,6 @@ def _strided(out: Axis, stride: int, before: int, reach: int) -> list[tuple[int,
 
 
 class Conv(OnBlocks):
-    """A convolution: each rank convolves its block and a halo."""
-
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num = len(self.kernel_size)
         self.spatial(layout, num)
@@ -112,11 +110,10 @@ def _num_results(layer: OnBlocks, room: int, stride: int) -> int:
     return room // stride + 1
 
 
-def _check_padding(layer: OnBlocks, axis: Axis, before: int, after: int, mode: str) -> None:
-    most = {"reflect": axis.length - 1, "circular": axis.length}.get(mode, max(before, after))
-    if max(before, after) > most:
+def _check_padding(layer: OnBlocks, axis: Axis, before: int, after: int, boundary: Boundary) -> None:
+    if max(before, after) > longest_halo(boundary, axis.length):
         raise layer.refuse(
-            f"must pad by {mode} less than the field is long, got {(before, after)} for length {axis.length}. Pad less"
+            f"must pad by {boundary} less than the field is long, got {before, after} for {axis.length}. Pad less"
         )
 
 
@@ -127,8 +124,6 @@ def _continued(tensor: torch.Tensor, dim: int, before: int, after: int, mode: st
 
 
 class ConvTranspose(OnBlocks):
-    """A transposed convolution: each rank takes what reaches into its block of the result."""
-
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num = len(self.kernel_size)
         self.spatial(layout, num)
@@ -179,10 +174,6 @@ def _pooled_length(length: int, padding: int, reach: int, stride: int, *, rounds
 
 
 class MaxPool(OnBlocks):
-    """Maxima of windows; beyond the field is minus infinity."""
-
-    num_dims: int
-
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num = self.num_dims
         self.spatial(layout, num)
@@ -206,72 +197,40 @@ class MaxPool(OnBlocks):
 
 
 class AvgPool(OnBlocks):
-    """Means of windows."""
-
-    num_dims: int
-
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num = self.num_dims
         self.spatial(layout, num)
         kernel, padding = repeated(self.kernel_size, num), repeated(self.padding, num)
         stride = repeated(self.stride or self.kernel_size, num)
+        out_layout: Layout = {}
         divisor = getattr(self, "divisor_override", None)
-        out_layout, emptied, counts = {}, _Emptied(), {}
         for at in range(num):
-            dim, before = at - num, padding[at]
+            dim = at - num
             length = layout[dim].length if dim in layout else tensor.shape[dim]
-            num_results = _pooled_length(length, before, kernel[at], stride[at], rounds_up=self.ceil_mode)
-            _num_results(self, num_results - 1, 1)
-            mine = (0, num_results)
-            if dim in layout:
-                out = layout[dim].resized(num_results)
-                tensor = window(tensor, dim, layout[dim], _strided(out, stride[at], before, kernel[at]))
-                tensor = emptied.fill(tensor, dim, out.sizes[rank_in(out)], kernel[at])
-                mine = out.intervals[rank_in(out)]
-                out_layout[dim] = out
-            else:
-                tensor = padded(tensor, dim, before, (num_results - 1) * stride[at] + kernel[at] - length - before)
-            starts = torch.arange(*mine) * stride[at] - before
-            if self.count_include_pad:
-                counts[dim] = (starts + kernel[at]).clamp(max=length + before) - starts
-            else:
-                counts[dim] = (starts + kernel[at]).clamp(max=length) - starts.clamp(min=0)
-        pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[num - 1]
-        result = emptied.drop(pool(tensor, kernel, stride))
-        if divisor:
-            return result * (math.prod(kernel) / divisor), out_layout
-        for at, (dim, count) in enumerate(counts.items()):
-            if (count != kernel[at]).any():
-                scale = (kernel[at] / count.double()).to(result)
-                result = result * scale.view(-1, *[1] * (-dim - 1))
-        return result, out_layout
+            size = _pooled_length(length, padding[at], kernel[at], stride[at], rounds_up=self.ceil_mode)
+            _num_results(self, size - 1, 1)
+            counted = "all" if divisor else "padded" if self.count_include_pad else "inside"
+            taps = _mean_taps(length, size, kernel[at], stride[at], padding[at], counted)
+            tensor = resampled(tensor, dim, layout, size, taps, out_layout)
+        return tensor * (math.prod(kernel) / divisor) if divisor else tensor, out_layout
 
 
 class AdaptivePool(OnBlocks):
-    """Means or maxima of as many windows as asked for; of one window, on all ranks alike."""
-
-    num_dims: int
-    is_max: bool
-
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num = self.num_dims
         self.spatial(layout, num)
-        sizes = list(repeated(self.output_size, num))
-        out_layout, emptied = {}, _Emptied()
-        for dim, axis in layout.items():
-            size = axis.length if sizes[dim] is None else sizes[dim]
-            if size == 1:
-                tensor = (_maximum if self.is_max else _mean)(tensor, dim, axis)
+        sizes = repeated(self.output_size, num)
+        out_layout: Layout = {}
+        for at in range(num):
+            dim = at - num
+            length = layout[dim].length if dim in layout else tensor.shape[dim]
+            size = length if sizes[at] is None else sizes[at]
+            if size == 1 and dim in layout:
+                tensor = (_maximum if self.is_max else _mean)(tensor, dim, layout[dim])
             else:
-                out = axis.resized(size)
-                tensor = resampled(tensor, dim, axis, out, adaptive_taps(axis.length, size), is_max=self.is_max)
-                tensor = emptied.fill(tensor, dim, out.sizes[rank_in(out)], 1)
-                out_layout[dim] = out
-            sizes[dim] = tensor.shape[dim]
-        if len(layout) < num:
-            name = f"adaptive_{'max' if self.is_max else 'avg'}_pool{num}d"
-            tensor = getattr(functional, name)(tensor, sizes)
-        return emptied.drop(tensor), out_layout
+                taps = adaptive_taps(length, size)
+                tensor = resampled(tensor, dim, layout, size, taps, out_layout, is_max=self.is_max)
+        return tensor, out_layout
 
 
 def _mean(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
@@ -290,36 +249,37 @@ Taps = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def resampled(
-    tensor: torch.Tensor, dim: int, axis: Axis, out: Axis, taps: Taps, *, is_max: bool = False
+    tensor: torch.Tensor, dim: int, layout: Layout, size: int, taps: Taps, out_layout: Layout, *, is_max: bool = False
 ) -> torch.Tensor:
-    """Return a field of another length, each entry a weighted sum, or the maximum, of some entries."""
+    """Return a field of another length along a dim, each entry a weighted sum, or the maximum, of some entries."""
     index, weights = taps
-    bounds = [
-        (int(index[start:end].min()), int(index[start:end].max()) + 1) if start < end else (0, 0)
-        for start, end in out.intervals
-    ]
-    rank = rank_in(axis)
-    tensor = window(tensor, dim, axis, bounds)
-    start, end = out.intervals[rank]
-    mine = (index[start:end] - bounds[rank][0]).to(tensor.device)
-    return _combined(tensor, dim, mine, None if weights is None else weights[start:end], is_max=is_max)
-
-
-def _combined(
-    tensor: torch.Tensor, dim: int, index: torch.Tensor, weights: torch.Tensor | None, *, is_max: bool
-) -> torch.Tensor:
+    if dim in layout:
+        axis, out_layout[dim] = layout[dim], layout[dim].resized(size)
+        parts = [index[start:end] for start, end in out_layout[dim].intervals]
+        bounds = [(int(part.min()), int(part.max()) + 1) if len(part) else (0, 0) for part in parts]
+        rank = rank_in(axis)
+        tensor = window(tensor, dim, axis, bounds)
+        index = parts[rank] - bounds[rank][0]
+        weights = None if weights is None else weights[slice(*out_layout[dim].intervals[rank])]
+    index = index.to(tensor.device)
     if is_max:
-        taken = tensor.index_select(dim, index.reshape(-1)).unflatten(dim, tuple(index.shape))
+        taken: torch.Tensor = tensor.index_select(dim, index.reshape(-1)).unflatten(dim, tuple(index.shape))
         return taken.max(dim).values
-    result = None
-    for at in range(index.shape[1]):
-        part = tensor.index_select(dim, index[:, at])
-        if weights is not None:
-            part = part * weights[:, at].to(part).view(-1, *[1] * (-dim - 1))
-        result = part if result is None else result + part
-    if result is None:
-        raise ValueError("taps must hold at least one entry, got none.")
-    return result
+    terms = [tensor.index_select(dim, index[:, at]) for at in range(index.shape[1])]
+    if weights is not None:
+        columns = weights.to(terms[0]).unbind(1)
+        terms = [term * column.view(-1, *[1] * (-dim - 1)) for term, column in zip(terms, columns, strict=True)]
+    return functools.reduce(torch.add, terms)
+
+
+@functools.lru_cache(maxsize=64)
+def _mean_taps(length: int, size: int, kernel: int, stride: int, padding: int, counted: str) -> Taps:
+    """Return the windows of a mean, divided by how many of their entries are counted: all, or those in the field."""
+    starts = torch.arange(size) * stride - padding
+    index = starts[:, None] + torch.arange(kernel)
+    is_inside = (index >= 0) & (index < length)
+    is_counted = {"all": index >= index.min(), "padded": index < length + padding, "inside": is_inside}[counted]
+    return index.clamp(0, length - 1), is_inside.double() / is_counted.sum(1, keepdim=True)
 
 
 @functools.lru_cache(maxsize=64)
@@ -375,14 +335,11 @@ def _cubic(part: torch.Tensor, a: float = -0.75) -> torch.Tensor:
 
 
 class Upsample(OnBlocks):
-    """Interpolation, one dim after the other."""
-
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num = tensor.ndim - 2
         self.spatial(layout, num)
-        sizes = repeated(self.size, num)
-        scales = repeated(self.scale_factor, num)
-        out_layout, emptied = {}, _Emptied()
+        sizes, scales = repeated(self.size, num), repeated(self.scale_factor, num)
+        out_layout: Layout = {}
         for at in range(num):
             dim = at - num
             length = layout[dim].length if dim in layout else tensor.shape[dim]
@@ -392,19 +349,11 @@ class Upsample(OnBlocks):
                 taps = adaptive_taps(length, size)
             else:
                 taps = resize_taps(length, size, scale, self.mode, aligns=bool(self.align_corners))
-            if dim in layout:
-                out_layout[dim] = layout[dim].resized(size)
-                tensor = resampled(tensor, dim, layout[dim], out_layout[dim], taps)
-            else:
-                tensor = _combined(tensor, dim, taps[0].to(tensor.device), taps[1], is_max=False)
-        return emptied.drop(tensor), out_layout
+            tensor = resampled(tensor, dim, layout, size, taps, out_layout)
+        return tensor, out_layout
 
 
 class Pad(OnBlocks):
-    """Padding by a constant, or by what the field is beyond its ends."""
-
-    boundary: Boundary
-
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         pads, value = self.padding, getattr(self, "value", 0.0)
         num = len(pads) // 2
@@ -429,8 +378,6 @@ class Pad(OnBlocks):
 
 
 class PixelShuffle(OnBlocks):
-    """Channels to pixels."""
-
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         self.spatial(layout, 2)
         factor, fits, out_layout, emptied = self.upscale_factor, [], {}, _Emptied()
@@ -448,8 +395,6 @@ class PixelShuffle(OnBlocks):
 
 
 class PixelUnshuffle(OnBlocks):
-    """Pixels to channels."""
-
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         self.spatial(layout, 2)
         factor, out_layout, emptied = self.downscale_factor, {}, _Emptied()
@@ -486,8 +431,6 @@ class Roll(torch.nn.Module):
 
 
 class RollOnBlocks(OnBlocks):
-    """A shift by any number of places."""
-
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         for shift, given in zip(self.shifts, self.dims, strict=True):
             dim = given if given < 0 else given - tensor.ndim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,10 +34,7 @@ def moments(tensor: torch.Tensor, dims: Sequence[int], layout: Layout) -> tuple[
 
 def num_positions(tensor: torch.Tensor, dims: Sequence[int], layout: Layout) -> int:
     """Return how many entries of the full field these dims have."""
-    num = 1
-    for dim in dims:
-        num *= layout[dim].length if dim in layout else tensor.shape[dim]
-    return num
+    return math.prod(layout[dim].length if dim in layout else tensor.shape[dim] for dim in dims)
 
 
 def computable(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,31 +55,35 @@ def _affine(layer: Any, tensor: torch.Tensor, num_spatial: int) -> torch.Tensor:
     return tensor if layer.bias is None else tensor + _of_channels(layer.bias, num_spatial)
 
 
-def _follow(layer: Any, mean: torch.Tensor, variance: torch.Tensor, num: int, factor: float) -> None:
+def _follow(layer: Any, mean: torch.Tensor, variance: torch.Tensor, num: int) -> None:
     """Let running statistics move towards those of this batch, as torch does."""
+    factor = layer.momentum or 0.0
+    if layer.is_over_batch:
+        layer.num_batches_tracked.add_(1)
+        factor = layer.momentum if layer.momentum is not None else 1 / float(layer.num_batches_tracked)
     with torch.no_grad():
-        layer.running_mean.lerp_(mean.detach().to(layer.running_mean.dtype), factor)
-        unbiased = variance.detach() * (num / max(num - 1, 1))
-        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), factor)
+        for running, found in ((layer.running_mean, mean), (layer.running_var, variance * (num / (num - 1)))):
+            running.lerp_(found.reshape(-1, layer.num_features).mean(0).to(running.dtype), factor)
 
 
-class BatchNorm(OnBlocks):
-    """Statistics of the batch over all positions of the full field, those of this rank's samples."""
+class RunningNorm(OnBlocks):
+    """BatchNorm, of this rank's samples, and InstanceNorm: over all positions, with statistics that follow batches."""
 
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        num_spatial = tensor.ndim - 2
+        num_spatial = tensor.ndim - 2 if self.is_over_batch else self.num_dims
         self.spatial(layout, num_spatial)
         given = computable(tensor)
         if self.training or self.running_mean is None:
-            dims = [-tensor.ndim, *range(-num_spatial, 0)]
+            dims = tuple(range(-num_spatial, 0))
+            dims = (-tensor.ndim, *dims) if self.is_over_batch else dims
             num = num_positions(tensor, dims, layout)
-            if self.training and num == 1:
-                raise self.refuse("must have more than one value for each channel, got one. Use a larger batch")
+            if num == 1:
+                raise self.refuse(
+                    "must have more than one value for each channel, got one. Use a larger field or batch"
+                )
             mean, variance = moments(given, dims, layout)
-            if self.training and self.track_running_stats:
-                self.num_batches_tracked.add_(1)
-                factor = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
-                _follow(self, mean.flatten(), variance.flatten(), num, factor)
+            if self.running_mean is not None:
+                _follow(self, mean, variance, num)
         else:
             mean, variance = (_of_channels(one, num_spatial) for one in (self.running_mean, self.running_var))
         result = _affine(self, normalized(given, mean, variance, self.eps), num_spatial)
@@ -89,8 +91,6 @@ class BatchNorm(OnBlocks):
 
 
 class GroupNorm(OnBlocks):
-    """Statistics of groups of channels over all positions."""
-
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num_spatial = tensor.ndim - 2
         self.spatial(layout, num_spatial)
@@ -98,28 +98,6 @@ class GroupNorm(OnBlocks):
         mean, variance = moments(grouped, tuple(range(-num_spatial - 1, 0)), layout)
         result = normalized(grouped, mean, variance, self.eps).flatten(1, 2)
         return _affine(self, result, num_spatial).to(tensor.dtype), layout
-
-
-class InstanceNorm(OnBlocks):
-    """Statistics of each channel of each sample over all positions."""
-
-    num_dims: int
-
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        num_spatial = self.num_dims
-        self.spatial(layout, num_spatial)
-        given = computable(tensor)
-        if self.training or not self.track_running_stats:
-            dims = tuple(range(-num_spatial, 0))
-            mean, variance = moments(given, dims, layout)
-            if self.track_running_stats:
-                num = num_positions(tensor, dims, layout)
-                means = [one.reshape(-1, self.num_features).mean(0) for one in (mean, variance)]
-                _follow(self, means[0], means[1], num, self.momentum or 0.0)
-        else:
-            mean, variance = (_of_channels(one, num_spatial) for one in (self.running_mean, self.running_var))
-        result = _affine(self, normalized(given, mean, variance, self.eps), num_spatial)
-        return result.to(tensor.dtype), layout
 
 
 class LayerNorm(OnBlocks):

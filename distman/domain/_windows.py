@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,13 @@ def halo_windows(sizes: Sequence[int], before: int, after: int, boundary: Bounda
     if boundary == "none":
         bounds = [(max(start, 0), min(end, ends[-1])) for start, end in bounds]
     return Windows(tuple(sizes), tuple(bounds), boundary)
+
+
+def longest_halo(boundary: Boundary, length: int) -> int:
+    """Return how wide halos may be at the ends of a field, by torch's rules for padding."""
+    return {"reflect": max(length - 1, 0), "circular": length}.get(
+        boundary, 0 if boundary == "replicate" and not length else sys.maxsize
+    )
 
 
 @functools.lru_cache(maxsize=512)

@@ -129,7 +129,8 @@ def drawn(draw, kind, generator):
         for parameter in layer.parameters():
             nn.init.normal_(parameter, generator=generator)
         try:
-            if copy.deepcopy(layer)(field).numel():
+            result = copy.deepcopy(layer)(field)
+            if result.numel() and result.isfinite().all():  # torch's second derivative of a maximum of nothing crashes
                 return layer, field, num
         except (ValueError, RuntimeError, IndexError):
             continue

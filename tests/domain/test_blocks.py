@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from distman import DistributedManager
+from distman.collectives import all_gather_objects
+from distman.domain import gather_domain, scatter_domain, weighted_sizes
+from distman.testing import ranks
+from tests.collectives.reference import random_tensor
+
+DIMS = {-2: "rows", -1: "columns"}
+
+
+@pytest.mark.parametrize("weights", [None, {-1: [1, 3], -2: [0, 1]}], ids=["even", "weighted"])
+@ranks(4)
+def test_blocks_come_back(rank, weights):
+    DistributedManager().initialize_mesh((2, 2), ("rows", "columns"))
+    full = random_tensor(2, 5, 8).requires_grad_()
+    block = scatter_domain(full if rank == 0 else None, DIMS, weights=weights)
+    heights, widths = ([3, 2], [4, 4]) if weights is None else ([0, 5], [2, 6])
+    row, column = divmod(rank, 2)
+    assert torch.equal(block, full.split(heights, -2)[row].split(widths, -1)[column])
+    assert torch.equal(gather_domain(block, DIMS, everywhere=True), full)
+    back = gather_domain(block, DIMS)
+    assert torch.equal(back, full) if rank == 0 else not back.numel()
+    scale = random_tensor(2, 5, 8, seed=1)
+    (back * (scale if rank == 0 else 1)).sum().backward()
+    if rank == 0:
+        assert torch.equal(full.grad, scale)
+
+
+@ranks(4)
+def test_misuse_is_an_error_on_all_ranks(rank):
+    DistributedManager().initialize_mesh((2, 2), ("rows", "columns"))
+    with pytest.raises(ValueError, match="tensor must be a field on the first rank, got NoneType"):
+        scatter_domain(None, DIMS)
+    with pytest.raises(ValueError, match=r"dims must be dims of the field, of 1 dims, got \[-2, -1\]"):
+        scatter_domain(torch.ones(3), DIMS)
+    with pytest.raises(ValueError, match="weights must hold one number for each of the 2 ranks of dim -1"):
+        scatter_domain(torch.ones(3, 3), DIMS, weights={-1: [1]})
+    assert all_gather_objects(rank) == [0, 1, 2, 3]
+
+
+def test_sizes_by_weights():
+    assert weighted_sizes(10, [1, 1, 2]) == [2, 3, 5]
+    assert weighted_sizes(0, [1, 1]) == [0, 0]
+    assert sum(weighted_sizes(17, [0.3, 0.1, 0.9])) == 17
+    for weights in ([], [0, 0], [1, -1]):
+        with pytest.raises(ValueError, match="weights must be 0 or more"):
+            weighted_sizes(3, weights)

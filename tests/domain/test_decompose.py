@@ -1,0 +1,271 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from distman import DistmanError, DistributedManager
+from distman.collectives import all_gather_objects
+from distman.domain import decompose, gather_domain
+from distman.domain._axes import layout_of
+from distman.testing import ranks
+from tests.domain.layers import block_of, total
+from tests.domain.models import ResNet, UNet
+from tests.domain.reference import cut, drawer
+
+DIMS = {-2: "rows", -1: "columns"}
+
+
+def shape_mesh(world_size):
+    rows = 2 if world_size == 4 else 1
+    DistributedManager().initialize_mesh((rows, world_size // rows), ("rows", "columns"))
+    return {-2: rows, -1: world_size // rows}
+
+
+def my_block(field, sizes):
+    manager = DistributedManager()
+    for dim, listed in sizes.items():
+        field = field.split(listed, dim)[manager.group_rank(DIMS[dim])]
+    return field.clone()
+
+
+def cuts_of(field, shape, draw, *, even):
+    return {
+        dim: [field.shape[dim] // num] * num if even else cut(field.shape[dim], num, draw) for dim, num in shape.items()
+    }
+
+
+def compute(model, field, time):
+    return model(field) if isinstance(model, ResNet) else model(field, time)
+
+
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize("kind", [ResNet, UNet])
+@ranks(1, 2, 3, 4)
+def test_a_training_is_that_of_one_process(world_size, kind, even):
+    torch.manual_seed(0)
+    shape, draw = shape_mesh(world_size), drawer(world_size)
+    model = kind().double()
+    split = decompose(copy.deepcopy(model), DIMS)
+    assert [*split.state_dict()] == [*model.state_dict()]
+    optimizers = [torch.optim.SGD(one.parameters(), 0.02) for one in (model, split)]
+    for _ in range(3):
+        field, time = torch.randn(2, 2, 24, 24).double(), torch.randn(2, 3).double()
+        block = my_block(field, cuts_of(field, shape, draw, even=even))
+        expected, result = compute(model, field, time), compute(split, block, time)
+        is_split = bool(layout_of(result))
+        manager = DistributedManager()
+        rank_in = {dim: manager.group_rank(group) for dim, group in DIMS.items()}
+        torch.testing.assert_close(result, block_of(expected, layout_of(result), rank_in), rtol=1e-10, atol=1e-11)
+        expected.square().mean().backward()
+        share = result.square().sum() / expected.numel()
+        (share if is_split else share / world_size).backward()
+        for one, other in zip(split.parameters(), model.parameters(), strict=True):
+            one.grad = total(one.grad)
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-11)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Calling(nn.Module):
+    def __init__(self, function, *layers):
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleList(layers)
+
+    def forward(self, x):
+        return self.function(self, x) if self.layers else self.function(x)
+
+
+REFUSED = {
+    "pad": (lambda x: functional.pad(x, (1, 1)), "got pad: .*ZeroPad2d"),
+    "interpolate": (lambda x: functional.interpolate(x, scale_factor=2), r"got interpolate: .*torch.nn.Upsample"),
+    "roll": (lambda x: torch.roll(x, 1, -1), r"got roll: .*distman.domain.Roll"),
+    "fft": (lambda x: torch.fft.rfft2(x).real, "got fft_rfft2: .*gather_domain"),
+    "mean": (lambda x: x.mean(), "got mean: it computes along all dims.*AdaptiveAvgPool2d"),
+    "mean of a dim": (lambda x: x.mean(-1), "got mean: it computes along dim -1"),
+    "sum": (lambda x: x.sum((1, 2)), "got sum: it computes along dim -2"),
+    "flatten": (lambda x: x.flatten(1), "got flatten: it does not keep dim -[12].*AdaptiveAvgPool2d"),
+    "view": (lambda x: x.view(2, -1), "got view: it does not keep dim"),
+    "conv2d": (lambda x: functional.conv2d(x, torch.ones(1, 1, 3, 3)), "got conv2d: .*module of torch.nn for conv2d"),
+    "max_pool2d": (lambda x: functional.max_pool2d(x, 2), "got max_pool2d: .*module of torch.nn"),
+    "slice": (lambda x: x[..., 1:], "got indexing: it takes a part of dim -1"),
+    "flip": (lambda x: x.flip(-1), "got flip: it computes along dim -1"),
+    "flips": (lambda x: x.flip(1, 2), "got flip: it computes along dim -2"),
+    "softmax": (lambda x: x.softmax(2), "got softmax: it computes along dim -2"),
+    "cumsum": (lambda x: x.cumsum(-1), "got cumsum: it computes along dim -1"),
+    "linear": (lambda x: functional.linear(x, torch.ones(4, 4)), "got linear: it adds up along dim -1"),
+    "matmul": (lambda x: x @ x, "got matmul: it adds up along dim -1"),
+    "einsum": (lambda x: torch.einsum("bchw,bchv->bcwv", x, x), "got einsum: .*Conv2d"),
+    "a grid": (lambda x: x + torch.linspace(0, 1, x.shape[-1]), "got add: a tensor of shape .* pass it to the module"),
+    "transposed": (lambda x: x + x.transpose(-1, -2), "got add: its fields are split unlike"),
+    "variance": (lambda x: x.var(unbiased=False), "got var: it computes along all dims"),
+    "loss": (lambda x: functional.mse_loss(x, x), "got mse_loss"),
+    "norm": (lambda x: functional.layer_norm(x, x.shape[-1:]), "got layer_norm: .*module of torch.nn"),
+    "attention": (lambda x: functional.scaled_dot_product_attention(x, x, x), "got scaled_dot_product_attention"),
+    "unfold": (lambda x: x.unfold(-1, 2, 1), "got unfold"),
+    "indices": (lambda x: x[:, :, torch.tensor([0])], "got indexing by tensors"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@ranks(4)
+def test_functions_that_mix_positions_are_refused(name):
+    shape_mesh(4)
+    function, message = REFUSED[name]
+    model = decompose(Calling(function), DIMS)
+    with pytest.raises(ValueError, match=rf"(?s)functions in a decomposed module must not mix positions.*{message}"):
+        model(torch.ones(2, 1, 4, 4))
+    assert torch.equal(torch.ones(2).flip(0), torch.ones(2))  # nothing is refused afterwards
+    assert all_gather_objects(name) == [name] * 4
+
+
+ALLOWED = {
+    "pointwise": lambda x: (torch.sin(x) * 2 + x**2 - x / 3).clamp(-1, 1).add_(1).where(x > 0, -x) + functional.gelu(x),
+    "channels": lambda x: (x.softmax(1) * x.sum(1, keepdim=True)).cumsum(1) + x.mean((0, 1), keepdim=True),
+    "reduced": lambda x: x.amax(1) + x.max(dim=1).values + x.norm(2, 1),
+    "moved": lambda x: x.permute(0, 2, 3, 1).unsqueeze(1).transpose(0, 1).squeeze(0).movedim(-1, 1) + x,
+    "shaped": lambda x: (
+        x.reshape(x.shape[0] * 2, 1, *x.shape[2:]).view(x.shape[0], 2, *x.shape[2:]).unflatten(0, (1, -1))
+    ),
+    "indexed": lambda x: x[:, 0][:, None] + x[:, 1:] + x[..., None, :, :][:, 1],
+    "joined": lambda x: (
+        torch.cat([torch.stack(x.unbind(1), 1), x], 1) + torch.stack([x, x], 2).sum(2).repeat(1, 2, 1, 1)
+    ),
+    "contracted": lambda x: (x.permute(0, 2, 3, 1) @ torch.ones(2, 2).double()).permute(0, 3, 1, 2),
+    "linear": lambda x: functional.linear(x.movedim(1, -1), torch.ones(3, 2).double()).movedim(-1, 1),
+    "expanded": lambda x: x.expand(2, *x.shape).sum(0) + x.new_zeros(1, 1, 1, 1) + torch.zeros_like(x),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+@ranks(4)
+def test_functions_that_treat_each_position_alone_are_computed(name):
+    shape = shape_mesh(4)
+    field = torch.randn(2, 2, 7, 5, generator=torch.Generator().manual_seed(0)).double()
+    sizes = cuts_of(field, shape, drawer(name), even=False)
+    convolve = nn.Conv2d(2, 2, 3, padding=1).double()
+    nn.init.ones_(convolve.weight)
+    nn.init.zeros_(convolve.bias)
+    function = ALLOWED[name]
+    model = Calling(lambda self, x: function(self.layers[0](x)), convolve)
+    expected = model(field)
+    result = decompose(model, DIMS)(my_block(field, sizes))
+    layout = layout_of(result)
+    assert set(layout) == {-2, -1}
+    manager = DistributedManager()
+    rank_in = {dim: manager.group_rank(group) for dim, group in DIMS.items()}
+    torch.testing.assert_close(result, block_of(expected, layout, rank_in), rtol=1e-12, atol=1e-12)
+
+
+@ranks(2)
+def test_what_is_not_known_is_named():
+    layers = nn.Sequential(nn.ModuleDict({"attention": nn.MultiheadAttention(2, 1)}), nn.LSTM(2, 2))
+    with pytest.raises(ValueError, match=r"got 0.attention \(MultiheadAttention\), 1 \(LSTM\). Decompose the parts"):
+        decompose(layers, {-1: "world"})
+    with pytest.raises(ValueError, match=r"got 0 \(MaxPool1d\)"):
+        decompose(nn.Sequential(nn.MaxPool1d(2, return_indices=True)), {-1: "world"})
+    with pytest.raises(ValueError, match="parameters must be initialized, got lazy ones"):
+        decompose(nn.LazyConv1d(2, 3), {-1: "world"})
+    for dims in ({}, {2: "world"}, {-1: "world", -2: "world"}):
+        with pytest.raises(ValueError, match="dims must name dims, counted from the end"):
+            decompose(nn.Conv1d(1, 1, 1), dims)
+    model = decompose(nn.Sequential(nn.Conv1d(1, 1, 3)), {-1: "world"})
+    with pytest.raises(ValueError, match=r"got 0 \(BlocksConv1d\)"):
+        decompose(model, {-1: "world"})
+    with pytest.raises(DistmanError, match="a decomposed BlocksConv1d must be called within its model"):
+        model[0](torch.ones(1, 1, 5))
+    with pytest.raises(ValueError, match="must have the dims"):
+        model(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="Conv1d in a decomposed model must have a kernel that fits"):
+        model(torch.ones(1, 1, 1))
+
+
+@ranks(2)
+def test_fields_that_are_split_unlike_are_refused_on_all_ranks(rank):
+    class Sum(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    model = decompose(Sum(), {-1: "world"})
+    assert model(torch.ones(1, 2 + rank), torch.ones(1, 2 + rank)).shape == (1, 2 + rank)
+    with pytest.raises(ValueError, match="fields of length 5 along dim -1 must be split into"):
+        model(torch.ones(1, 2 + rank), torch.ones(1, 3 - rank))
+
+
+@ranks(2)
+def test_check_compares_with_the_full_field():
+    torch.manual_seed(0)
+    field = torch.randn(2, 3, 9)
+    model = nn.Sequential(
+        nn.Conv1d(3, 4, 3, padding=1), nn.BatchNorm1d(4), nn.Dropout(), nn.ConvTranspose1d(4, 2, 2, 2)
+    )
+    before = copy.deepcopy(model.state_dict())
+    decompose(model, {-1: "world"}, check=field)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+    class Hidden(nn.Module):
+        def forward(self, x):
+            return torch.from_numpy(x.detach().numpy() - x.detach().numpy().mean(-1, keepdims=True))
+
+    with pytest.raises(ValueError, match=r"must (compute|return)|not mix positions"):
+        decompose(nn.Sequential(nn.Conv1d(3, 4, 3), Hidden()), {-1: "world"}, check=field)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@ranks(2)
+def test_activation_checkpointing_of_layers(rank, reentrant):
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Conv1d(2, 2, 5, padding=2), nn.GELU(), nn.GroupNorm(1, 2), nn.Conv1d(2, 2, 3, 2)).double()
+
+    class Outer(nn.Module):
+        def __init__(self, *, saves):
+            super().__init__()
+            self.inner, self.saves = copy.deepcopy(inner), saves
+
+        def forward(self, x):
+            x = x.sin()
+            return checkpoint(self.inner, x, use_reentrant=reentrant) if self.saves else self.inner(x)
+
+    field = torch.randn(1, 2, 11).double()
+    grads = []
+    for saves in (False, True):
+        model = decompose(Outer(saves=saves), {-1: "world"})
+        block = field.split([4, 7], -1)[rank].clone().requires_grad_()
+        model(block).square().sum().backward()
+        grads.append([block.grad, *(one.grad for one in model.parameters())])
+    torch.testing.assert_close(*grads)
+
+
+@ranks(2)
+def test_copies_and_pickles_and_state_dicts():
+    model = nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), nn.MaxPool1d(2))
+    state = copy.deepcopy(model.state_dict())
+    split = decompose(model, {-1: "world"})
+    split.load_state_dict(state)
+    assert isinstance(split[0], nn.Conv1d)
+    block = torch.randn(1, 1, 6)
+    expected = split(block)
+    for other in (copy.deepcopy(split), pickle.loads(pickle.dumps(split))):  # noqa: S301 - our own
+        assert torch.equal(other(block), expected)
+
+
+@ranks(4)
+def test_data_parallelism_beside_it():
+    manager = DistributedManager()
+    manager.initialize_mesh((2, 2), ("data", "columns"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv1d(2, 1, 3, padding=1)).double()
+    fields = torch.randn(4, 1, 8).double()
+    model_of_one = copy.deepcopy(model)
+    model_of_one(fields).square().mean().backward()
+    wrapped = manager.wrap_ddp(decompose(model, {-1: "columns"}))
+    mine = fields.split(2)[manager.group_rank("data")].split([3, 5], -1)[manager.group_rank("columns")]
+    (wrapped(mine).square().sum() * 4 / fields.numel()).backward()
+    for one, other in zip(model.parameters(), model_of_one.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+    whole = gather_domain(wrapped(mine), {-1: "columns"}, everywhere=True)
+    torch.testing.assert_close(whole, model_of_one(fields.split(2)[manager.group_rank("data")]))
