@@ -24,8 +24,8 @@ _MIXING = (
 
 
 def _made(layer: type[nn.Module], base: type[OnBlocks], **attributes: Any) -> tuple[type[nn.Module], type[nn.Module]]:
-    name = f"Blocks{layer.__name__}"
-    made = type(name, (base, layer), {"__module__": __name__, "__doc__": layer.__doc__, **attributes})
+    name, text = f"Blocks{layer.__name__}", f"A {layer.__name__} that computes on blocks."
+    made = type(name, (base, layer), {"__module__": __name__, "__doc__": text, **attributes})
     globals()[name] = made  # where pickle looks for it
     return layer, made
 
@@ -88,7 +88,7 @@ def decompose(module: nn.Module, dims: Dims, *, check: torch.Tensor | None = Non
 
     Raises:
         ValueError: A dim is not negative, or two have one group. A layer mixes positions and is not known, named with
-            what to do; a layer is not initialized. In a later call: a function mixes positions, or blocks do not fit.
+            what to do. In a later call: a function mixes positions, or blocks do not fit.
             On every rank, with ``check``: outputs differ, or the decomposed form cannot compute this model.
         DistmanError: In a later call: a layer is called outside of its model.
 
@@ -131,9 +131,6 @@ def _refuse_unknown(module: nn.Module) -> None:
             f"layers must be ones that decompose knows, got {', '.join(found)}. Decompose the parts before and behind, "
             "and give the layer the field that gather_domain(..., everywhere=True) returns."
         )
-    lazy = [name for name, one in module.named_parameters() if nn.parameter.is_lazy(one)]
-    if lazy:
-        raise ValueError(f"parameters must be initialized, got lazy ones {lazy}. Call the module once before.")
 
 
 def _compare(whole: nn.Module, split: nn.Module, dims: Dims, batch: torch.Tensor) -> None:

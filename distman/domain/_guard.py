@@ -36,7 +36,7 @@ _POINTWISE = _words(
 _ALONG = {
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "narrow", "index_select"), (1, None)),
     **dict.fromkeys(("chunk", "split", "tensor_split"), (2, 0)),
-    **{"cat": (1, 0), "concat": (1, 0), "concatenate": (1, 0), "glu": (1, -1), "normalize": (2, 1), "flip": (1, None)},
+    **{"cat": (1, 0), "concat": (1, 0), "concatenate": (1, 0), "glu": (1, -1), "normalize": (2, 1)},
 }
 _REDUCING = {
     **dict.fromkeys(("sum", "mean", "amax", "amin", "var", "std", "prod", "logsumexp", "any", "all", "max", "min"), 1),
@@ -55,6 +55,7 @@ _INSTEAD = {
     "einsum": "Use a module such as torch.nn.Conv2d with kernels of one entry",
     "flatten": "Pool the field with torch.nn.AdaptiveAvgPool2d(1) before",
 }
+_LAYERS = ("conv", "max_pool", "avg_pool", "adaptive", "batch_norm", "group_norm", "layer_norm", "instance_norm")
 
 
 class Guard(TorchFunctionMode):
@@ -84,9 +85,7 @@ class Guard(TorchFunctionMode):
 
 def _refusal(name: str, why: str) -> ValueError:
     module = next((text for key, text in _INSTEAD.items() if name.startswith(key)), "")
-    if name.startswith(
-        ("conv", "max_pool", "avg_pool", "adaptive", "batch_norm", "group_norm", "layer_norm", "instance")
-    ):
+    if name.startswith(_LAYERS):
         module = f"Use the module of torch.nn for {name}"
     remedy = module or "Put it in front of the decomposed module or behind it, on the field that gather_domain returns"
     return ValueError(
@@ -150,15 +149,9 @@ def _argument(args: Sequence[Any], kwargs: dict[str, Any], place: int, default: 
     return args[place] if len(args) > place else default
 
 
-def _from_end(dim: int, ndim: int) -> int:
-    return dim if dim < 0 else dim - ndim
-
-
 def _along(name: str, args: Sequence[Any], kwargs: dict[str, Any], _: Any) -> Layout:
     layout = _pointwise(name, args[:1], kwargs)
     dims = _argument(args, kwargs, _ALONG[name][0], _ALONG[name][1], "dim", "dims", "axis")
-    if name == "flip" and len(args) > 2:
-        dims = args[1:]
     _check_whole(name, dims, layout, next(_tensors(args)).ndim)
     return layout
 
@@ -167,7 +160,7 @@ def _check_whole(name: str, dims: Any, layout: Layout, ndim: int) -> list[int]:
     """Return the dims, counted from the end, none of which is split."""
     if dims is None or any(isinstance(dim, str | bool) for dim in (dims if isinstance(dims, list | tuple) else [dims])):
         raise _refusal(name, "it computes along all dims")
-    whole = [_from_end(dim, ndim) for dim in (dims if isinstance(dims, list | tuple) else [dims])]
+    whole = [dim if dim < 0 else dim - ndim for dim in (dims if isinstance(dims, list | tuple) else [dims])]
     split = [dim for dim in whole if dim in layout]
     if split or not whole:
         raise _refusal(name, f"it computes along dim {split[0] if split else 'all'}, which is split")
@@ -243,7 +236,8 @@ def _indexing(_name: str, args: Sequence[Any], _kwargs: dict[str, Any], result: 
 
 
 def _stacking(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Layout:
-    dim = _from_end(_argument(args, kwargs, 1, 0, "dim"), result.ndim)
+    given = _argument(args, kwargs, 1, 0, "dim")
+    dim = given if given < 0 else given - result.ndim
     layout = _pointwise(name, args[:1], kwargs)
     return {one - (one <= dim): axis for one, axis in layout.items()}
 

@@ -70,9 +70,8 @@ def halo_exchange(
         >>> all_gather_objects(halo_exchange(shard, 1, 0, boundary="circular").tolist())
         [[5, 0, 1, 2, 3], [2, 3, 4, 5, 0]]
     """
-    everything = _each_dim(tensor, halo, dim, boundary, sizes, group)
     prepared = []
-    for along in everything:
+    for along in _each_dim(tensor, halo, dim, boundary, sizes, group):
         tensor = _checked("halo_exchange", tensor, along)
         tensor, lengths, axis = shard_sizes("halo_exchange", tensor, along.sizes, along.dim, along.group)
         _check_reach(along, sum(lengths))
@@ -117,9 +116,8 @@ def halo_reduce(
         >>> all_gather_objects(halo_reduce(torch.ones(4), 1, 0).tolist())  # of two entries, one is in the other's halo
         [[1.0, 2.0], [2.0, 1.0]]
     """
-    everything = _each_dim(tensor, halo, dim, boundary, sizes, group)
     prepared = []
-    for along in everything:
+    for along in _each_dim(tensor, halo, dim, boundary, sizes, group):
         tensor = _checked("halo_reduce", tensor, along)
         tensor, windows, axis = _windows_within(tensor, along)
         prepared.append((axis, windows, along.group))

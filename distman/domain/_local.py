@@ -16,14 +16,6 @@ from distman.domain._domain import OnBlocks, rank_in, window
 from distman.domain._windows import Boundary, longest_halo
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
 
-_MODES: dict[str, Boundary] = {
-    "zeros": "zeros",
-    "constant": "zeros",
-    "reflect": "reflect",
-    "replicate": "replicate",
-    "circular": "circular",
-}
-
 
 def repeated(value: Any, num: int) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * num
@@ -81,7 +73,7 @@ class Conv(OnBlocks):
         self.spatial(layout, num)
         out_layout, emptied, paddings = {}, _Emptied(), [0] * num
         pads = self._reversed_padding_repeated_twice  # for the last dim first; also of "same"
-        mode = _MODES[self.padding_mode]
+        mode: Boundary = self.padding_mode  # by torch's names, which are ours
         for at in range(num):
             dim, stride, dilation = at - num, self.stride[at], self.dilation[at]
             before, after = pads[2 * (num - 1 - at)], pads[2 * (num - 1 - at) + 1]
@@ -244,8 +236,8 @@ def _maximum(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     return all_gather_v(mine, sizes, dim, group=axis.group).max(dim, keepdim=True).values
 
 
+# What each entry of a result is made of, and the weights; None where each is taken as it is.
 Taps = tuple[torch.Tensor, torch.Tensor | None]
-"""For each entry of a result the entries of the field that it is made of, and their weights; None: each alike."""
 
 
 def resampled(
@@ -322,16 +314,10 @@ def resize_taps(length: int, size: int, scale: float | None, mode: str, *, align
     return index, weights
 
 
-def _cubic(part: torch.Tensor, a: float = -0.75) -> torch.Tensor:
+def _cubic(t: torch.Tensor, a: float = -0.75) -> torch.Tensor:
     """Return the weights of Keys' cubic convolution, with torch's parameter."""
-
-    def near(x: torch.Tensor) -> torch.Tensor:
-        return ((a + 2) * x - (a + 3)) * x * x + 1
-
-    def far(x: torch.Tensor) -> torch.Tensor:
-        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-
-    return torch.stack([far(part + 1), near(part), near(1 - part), far(2 - part)], 1)
+    outer, inner = a * (t**3 - 2 * t**2 + t), (a + 2) * t**3 - (a + 3) * t**2 + 1
+    return torch.stack([outer, inner, -(a + 2) * t**3 + (2 * a + 3) * t**2 - a * t, a * (t**2 - t**3)], 1)
 
 
 class Upsample(OnBlocks):

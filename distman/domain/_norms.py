@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from distman.domain._domain import OnBlocks, rank_in
 _IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
-def moments(tensor: torch.Tensor, dims: Sequence[int], layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def moments(tensor: torch.Tensor, dims: tuple[int, ...], layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and variance, of the full field, along dims that are counted from the end."""
     if tensor.numel():
         variance, mean = torch.var_mean(tensor, dims, correction=0, keepdim=True)
@@ -30,11 +29,6 @@ def moments(tensor: torch.Tensor, dims: Sequence[int], layout: Layout) -> tuple[
             mean = (weights * both[:, 0]).sum(0)
             variance = (weights * (both[:, 1] + (both[:, 0] - mean) ** 2)).sum(0)
     return mean, variance
-
-
-def num_positions(tensor: torch.Tensor, dims: Sequence[int], layout: Layout) -> int:
-    """Return how many entries of the full field these dims have."""
-    return math.prod(layout[dim].length if dim in layout else tensor.shape[dim] for dim in dims)
 
 
 def computable(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +70,7 @@ class RunningNorm(OnBlocks):
         if self.training or self.running_mean is None:
             dims = tuple(range(-num_spatial, 0))
             dims = (-tensor.ndim, *dims) if self.is_over_batch else dims
-            num = num_positions(tensor, dims, layout)
+            num = math.prod(layout[dim].length if dim in layout else tensor.shape[dim] for dim in dims)
             if num == 1:
                 raise self.refuse(
                     "must have more than one value for each channel, got one. Use a larger field or batch"
