@@ -27,6 +27,7 @@ import difflib
 import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import BrokenExecutor
+from typing import Any
 
 from distman._base.text import printable, printable_lines
 
@@ -34,6 +35,7 @@ __all__ = [
     "BarrierTimeoutError",
     "CheckpointError",
     "DistmanError",
+    "DivergenceError",
     "JobFailed",
     "LaunchEnvironmentError",
     "NonFiniteLossError",
@@ -296,7 +298,13 @@ class DivergenceError(DistmanError):
         self.tensors = tensors
         self.ranks = ranks
         self.step = step
-        self._all = {"tensors": tensors, "ranks": ranks, "places": places, "step": step, "is_majority": is_majority}
+        self._all: dict[str, Any] = {
+            "tensors": tensors,
+            "ranks": ranks,
+            "places": places,
+            "step": step,
+            "is_majority": is_majority,
+        }
         shown = ", ".join(tensors[:_SHOWN]) + (f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else "")
         odd = " and ".join(places) + (f" and {len(ranks) - len(places)} more" if len(ranks) > len(places) else "")
         where = f"{odd} differ{'s' * (len(ranks) == 1)} from the others" if is_majority else f"{odd} differ"

@@ -67,17 +67,23 @@ def _strided(out: Axis, stride: int, before: int, reach: int) -> list[tuple[int,
     ]
 
 
+def _padding_of(padding: Any, at: int, reach: int) -> tuple[int, int]:
+    """Return a convolution's padding before and after the field along one dim, by torch's rule for "same"."""
+    if padding == "same":
+        return (reach - 1) // 2, reach // 2
+    return (0, 0) if padding == "valid" else (padding[at], padding[at])
+
+
 class Conv(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num = len(self.kernel_size)
         self.spatial(layout, num)
         out_layout, emptied, paddings = {}, _Emptied(), [0] * num
-        pads = self._reversed_padding_repeated_twice  # for the last dim first; also of "same"
         mode: Boundary = self.padding_mode  # by torch's names, which are ours
         for at in range(num):
             dim, stride, dilation = at - num, self.stride[at], self.dilation[at]
-            before, after = pads[2 * (num - 1 - at)], pads[2 * (num - 1 - at) + 1]
             reach = dilation * (self.kernel_size[at] - 1) + 1
+            before, after = _padding_of(self.padding, at, reach)
             if dim in layout:
                 axis = layout[dim]
                 _check_padding(self, axis, before, after, mode)
@@ -413,6 +419,17 @@ class Roll(torch.nn.Module):
         self.shifts, self.dims = tuple(shifts), tuple(dims)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the shifted field.
+
+        Local. Collective in a decomposed model.
+
+        Args:
+            input: A field that has the dims.
+
+        Example:
+            >>> Roll([1, 1], [-2, -1])(torch.eye(2)).tolist()
+            [[1.0, 0.0], [0.0, 1.0]]
+        """
         return torch.roll(input, self.shifts, self.dims)
 
 

@@ -31,10 +31,10 @@ _LAYOUT = typing.get_type_hints(Layout)
 _TAKES_AND_RETURNS = {
     "fft": ("real or complex", "the spectrum, complex"),
     "ifft": ("real or complex", "the signal, complex"),
-    "rfft": ("real", "half of the spectrum, complex: n // 2 + 1 frequencies along the last dim"),
+    "rfft": ("real", "half of the spectrum, complex, with n // 2 + 1 frequencies along the last dim"),
     "irfft": ("half of a spectrum", "the signal, real"),
     "hfft": ("half of a Hermitian signal", "the spectrum, real"),
-    "ihfft": ("a real spectrum", "half of the signal, complex: n // 2 + 1 points"),
+    "ihfft": ("a real spectrum", "half of the signal, complex, with n // 2 + 1 points"),
 }
 _ONE_DIM = {
     "length": "n: Length",

@@ -18,7 +18,11 @@ PACKAGE = Path(distman.__file__).parent
 # `distman launch` writes job scripts: its backends are whom it writes for, not who started this process.
 WRITES_JOB_SCRIPTS = PACKAGE / "_cli" / "launch"
 # The command `distman env` has the name of a launcher by accident, and a package of Python is called as one.
-OTHER_MEANINGS = {("_cli/parser.py", "env"), ("_coordination/stop_signals.py", "submitit")}
+OTHER_MEANINGS = {
+    ("_cli/parser.py", "env"),
+    ("_coordination/stop_signals.py", "submitit"),
+    ("_coordination/time_limit.py", "flux"),
+}
 
 OURRUN = Launcher(
     name="ourrun",

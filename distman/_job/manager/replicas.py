@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _NormBase
+from torch import nn
 
 from distman._coordination.wait_scope import WaitScope
 from distman._job.job import Job
@@ -21,11 +21,13 @@ _COLUMNS = 128
 _BITS = (1 << 62) - 1  # of a sum: its negative fits into 64 bits, too
 _SHOWN = 5  # names in a message
 
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
 Entries = dict[dist.ProcessGroup | None, dict[str, torch.Tensor]]
 
 
 def check_replicas(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, step: int | None, job: Job, *, buffers: bool
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int | None, job: Job, *, buffers: bool
 ) -> None:
     """Compare sums over the bits of all tensors, and raise on all ranks if some differ."""
     for group, tensors in _entries(module, optimizer, buffers=buffers).items():
@@ -72,7 +74,7 @@ def _error(
     )
 
 
-def _entries(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *, buffers: bool) -> Entries:
+def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None, *, buffers: bool) -> Entries:
     """Return all tensors by name, grouped by the process group whose ranks ought to hold the same numbers."""
     default = getattr(module, "process_group", None)
     found: Entries = {default: {}}
@@ -88,19 +90,16 @@ def _entries(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *
     return found
 
 
-def _shared_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _shared_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the buffers but for statistics that each rank keeps of its own batches."""
     own = {
-        id(buffer)
-        for part in module.modules()
-        if isinstance(part, _NormBase) and not isinstance(part, torch.nn.SyncBatchNorm)
-        for buffer in part.buffers(recurse=False)
+        id(buffer) for part in module.modules() if isinstance(part, _NORMS) for buffer in part.buffers(recurse=False)
     }
     return ((name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in own)
 
 
-def _states(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
-    names = {parameter: name for name, parameter in module.named_parameters()}
+def _states(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
         for key, value in sorted(state.items()):
             if isinstance(value, torch.Tensor):
