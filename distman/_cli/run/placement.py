@@ -25,11 +25,11 @@ def number_of_ranks(wanted: str, cpus_per_rank: int | None = None) -> int:
 
         number = torch.accelerator.device_count()
     if wanted == "gpu" and not number:
-        raise ValueError("-n must be a number, cpu or auto where there is no GPU, got gpu. torch sees none here.")
+        raise ValueError("n must be a number, cpu or auto where there is no GPU, got gpu. torch sees none here.")
     if wanted == "cpu" or (wanted == "auto" and not number):
         number = max(1, num_cpus // (cpus_per_rank or 1))
     if not number:
-        raise ValueError(f"-n must be a number of at least 1, gpu, cpu or auto, got {wanted!r}. Choose one of these.")
+        raise ValueError(f"n must be a number of at least 1, gpu, cpu or auto, got {wanted!r}. Choose one of these.")
     if cpus_per_rank and number * cpus_per_rank > num_cpus:
         raise ValueError(
             f"--cpus-per-rank must leave each of {number} ranks CPUs of its own, got {cpus_per_rank} on {num_cpus} "

@@ -20,7 +20,7 @@ def test_there_are_as_many_ranks_as_cpus_for_them():
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "", "1.5", "³"])
 def test_anything_else_is_refused(text):
-    with pytest.raises(ValueError, match="-n must be a number of at least 1, gpu, cpu or auto, got"):
+    with pytest.raises(ValueError, match="n must be a number of at least 1, gpu, cpu or auto, got"):
         number_of_ranks(text)
 
 

@@ -356,7 +356,7 @@ def test_several_that_a_launcher_has_started_are_told_once(script, monkeypatch):
         ([], "name the script to start, or -m and a module"),
         (["-n", "2"], "name the script to start, or -m and a module"),
         (["nowhere.py"], "there is no script 'nowhere.py' here"),
-        (["-n", "0", __file__], "-n must be a number of at least 1"),
+        (["-n", "0", __file__], "n must be a number of at least 1"),
         (["--nnodes", "2", __file__], "it starts ranks on this machine only. For several hosts, start the ranks with"),
         (["--nnodes=1:2", "-n", "2", __file__], "it starts ranks on this machine only"),
         (
