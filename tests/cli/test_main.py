@@ -78,7 +78,7 @@ def test_a_command_that_is_none_is_answered_with_the_one_that_was_meant(word, me
     finished = run(word)
     assert finished.returncode == 2
     assert ("did you mean" in finished.stderr) == (meant is not None)
-    assert (meant or "choose from run, env, check, bench, plan, launch") in finished.stderr
+    assert (meant or "choose from run, keep, env, check, bench, plan, launch") in finished.stderr
 
 
 def test_options_are_not_abbreviated():
