@@ -111,7 +111,6 @@ def test_other_modules_are_refused(rank):
 def test_of_sharded_parameters_the_replicated_axis_is_compared(rank):
     manager = DistributedManager()
     manager.initialize_mesh((2, 2), ("copy", "shard"))
-    manager.initialize_mesh((2, 2), ("copy", "shard"))
     layers = manager.wrap_fsdp(model(), mesh=("copy", "shard"))
     manager.check_replicas(layers)
     weight = layers[0].weight.to_local()

@@ -143,6 +143,7 @@ ASKS_NOBODY = {
     *("SDE", "VarianceExploding", "VariancePreserving", "denoising_loss", "guided_score", "score"),
     *("ParallelExecutor", "as_cpu", "parallelize_on_gpus", "initialize_ddp"),
     *("Callback", "EarlyStopping", "History", "LearningRateMonitor", "ModelCheckpoint", "NNHandler", "Preempted"),
+    "ReplicaCheck",
     *("Tracker", "JsonLinesTracker", "MLflowTracker", "TensorBoardTracker", "WandbTracker", "Profiler", "TakenWeights"),
 }
 
