@@ -169,7 +169,7 @@ def living(mark):
     for process in Path("/proc").glob("[0-9]*"):
         try:
             marked = mark.encode() in (process / "environ").read_bytes()
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if marked and command:

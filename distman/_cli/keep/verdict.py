@@ -100,7 +100,7 @@ def judge(notes: Notes, ended: Ended, check: Callable[[str], Health]) -> Verdict
     A host is bad if one of its ranks fell silent or was killed from outside, or if a check finds something. It is not
     if the program failed, memory ran out, or ranks of several hosts were killed at once.
     """
-    suspects = _suspects(notes)
+    suspects = _suspects(notes) or _first_killed(notes, ended.errors)
     if not suspects:
         return Verdict(f"it ended with exit code {ended.exit_code}, and no rank wrote down why")
     if len(suspects) > 1:  # hosts that lost each other
@@ -131,6 +131,14 @@ def _suspects(notes: Notes) -> list[Accusation]:
     most = max(votes.values(), default=0)
     by_vote = {(one.rank, one.kind): one for one in notes.failures.values()}
     return [by_vote[vote] for vote, number in sorted(votes.items()) if number == most]
+
+
+def _first_killed(notes: Notes, errors: str) -> list[Accusation]:
+    """Return the rank that srun saw killed before it ended the others, which then had no time to write down why."""
+    for rank, end in _ends(errors).items():
+        if end == "Killed" and _ended_first(rank, errors):
+            return [Accusation(rank, DIED, f"rank {rank} on {notes.host_of(rank)} was killed, says srun")]
+    return []
 
 
 def _checked(reason: str, hosts: list[str], check: Callable[[str], Health]) -> Verdict:

@@ -80,6 +80,14 @@ def test_a_kill_after_which_srun_ends_the_others_makes_its_host_bad():
     assert judge(seen_by(["n1"]), ended(errors), healthy).bad_hosts == {"n2"}
 
 
+def test_where_srun_ends_the_others_before_they_can_write_its_first_line_says_who_was_killed():
+    cancelled = "slurmstepd-n1: error: *** STEP 5.0 ON n1 CANCELLED AT 2026-11-27T10:24:36 ***\n"
+    others = "srun: error: n1: task 0: Terminated\nsrun: error: n[3-4]: tasks 2-3: Terminated\n"
+    verdict = judge(seen_by([]), ended(f"srun: error: n2: task 1: Killed\n{cancelled}{others}"), healthy)
+    assert (verdict.reason, verdict.bad_hosts) == ("rank 1 on n2 was killed, says srun", {"n2"})
+    assert judge(seen_by([]), ended(f"{cancelled}{killed('Killed')}"), healthy).bad_hosts == set()
+
+
 def test_a_host_of_which_slurm_says_nothing_any_more_is_bad_without_a_check():
     assert judge(seen_by(["n1", "n3", "n4"]), ended(OTHERS, did_not_end=True), never).bad_hosts == {"n2"}
 
