@@ -22,7 +22,7 @@ Source:
     Slurm, src/srun/libsrun/launch.c.
 """
 
-_CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT ")
+_CANCELLED = re.compile(r"_step_signal: Terminating |\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT ")
 _OUT_OF_MEMORY = re.compile(r"out[ _-]of[ _-]memory|oom[ _-]kill", re.IGNORECASE)
 
 
@@ -170,8 +170,9 @@ def _ended_first(rank: int, errors: str) -> bool:
     cancelled = _CANCELLED.search(errors)
     return (
         first is not None
+        and cancelled is not None
         and _numbers(first["tasks"]) == [rank]
-        and (cancelled is None or first.start() < cancelled.start())
+        and first.start() < cancelled.start()
     )
 
 

@@ -86,6 +86,8 @@ def test_where_srun_ends_the_others_before_they_can_write_its_first_line_says_wh
     verdict = judge(seen_by([]), ended(f"srun: error: n2: task 1: Killed\n{cancelled}{others}"), healthy)
     assert (verdict.reason, verdict.bad_hosts) == ("rank 1 on n2 was killed, says srun", {"n2"})
     assert judge(seen_by([]), ended(f"{cancelled}{killed('Killed')}"), healthy).bad_hosts == set()
+    at_once = "srun: error: n2: task 1: Killed\nsrun: error: n3: task 2: Killed\nsrun: error: n1: task 0: Killed\n"
+    assert judge(seen_by([]), ended(at_once), healthy).bad_hosts == set()
 
 
 def test_a_host_of_which_slurm_says_nothing_any_more_is_bad_without_a_check():
