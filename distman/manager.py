@@ -332,16 +332,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 wait_for_all(store_group, key, timeout=seconds, locate=locate)
 
     def check_replicas(
-        self,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        step: int | None = None,
-        buffers: bool = True,
+        self, module: torch.nn.Module, *optimizers: torch.optim.Optimizer, step: int | None = None, buffers: bool = True
     ) -> None:
         """Compare the numbers of a model bit for bit between the ranks that ought to hold the same.
 
-        Collective. Blocking. Sums over the bits of each parameter and buffer, and of the optimizer's state, are
+        Collective. Blocking. Sums over the bits of each parameter and buffer, and of the optimizers' states, are
         compared. Of a :class:`~torch.nn.parallel.DistributedDataParallel` its group is compared, of sharded parameters
         the ranks of replicated mesh axes, else all ranks. The statistics that norms keep of each rank's own batches are
         left out, unless they are a :class:`~torch.nn.SyncBatchNorm`'s. Kernels that are not deterministic do no harm:
@@ -349,7 +344,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
 
         Args:
             module: A model that all ranks hold.
-            optimizer: Its optimizer, if its state is to be compared too.
+            optimizers: Its optimizers, if their states are to be compared too.
             step: The step to name in the error.
             buffers: Compare buffers, too. Leave them out where a module changes them by the rank's own batch.
 
@@ -369,7 +364,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if job.backend is not None:
             tracking.check_all_run_here(range(job.world_size))
             raise_if_failed()
-            check_replicas(module, optimizer, step, job, buffers=buffers)
+            check_replicas(module, optimizers, step, job, buffers=buffers)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop at the next step that :meth:`should_stop` agrees on.

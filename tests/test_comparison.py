@@ -18,8 +18,11 @@ SHOWN_BY = {
         ["tests/handler/test_tracking.py::test_rank_zero_writes_all_numbers_in_order"],
     ),
     "layers on sharded inputs": (
-        "a Fourier operator, AFNO",
-        ["tests/fft/test_afno.py::test_output_and_gradients_equal_one_process_where_the_channels_are_split"],
+        "[convolutions, pooling, norms](docs/howto/domain.md), AFNO",
+        [
+            "tests/domain/test_layers.py::test_one_split_dim",
+            "tests/fft/test_afno.py::test_output_and_gradients_equal_one_process_where_the_channels_are_split",
+        ],
     ),
     "starts the processes": (
         "`distman run`, on one machine",

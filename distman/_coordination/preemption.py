@@ -147,7 +147,7 @@ class StopAgreement:
         """Look for a stop until there is one, or this rank leaves; then say which step it has passed."""
         event, wait = "", max(_LOOK_EVERY, _LOOK_EVERY_PER_RANK * size)
         with contextlib.suppress(dist.DistError):  # the store is gone: the job has failed, or this rank has left it
-            if rank == 0:  # a busy scheduler is waited for elsewhere
+            if rank == 0 and self._time_limit.can_ask:  # a busy scheduler is waited for elsewhere
                 threading.Thread(target=self._ask_scheduler, args=(store.clone(),), daemon=True).start()
             while event != _LEAVES and not store.check([protocol.STOP]):
                 if rank == 0:

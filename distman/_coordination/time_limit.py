@@ -75,6 +75,11 @@ class TimeLimit:
         """Seconds since the epoch."""
         return self._end
 
+    @property
+    def can_ask(self) -> bool:
+        """Whether the end is not known, and a scheduler has not been asked for it."""
+        return not self._is_asked and any(self._environ.get(variable) for variable, _, _ in _QUESTIONS)
+
     def left(self) -> float | None:
         """Return how many seconds are left; None where that is not known."""
         return None if self._end is None else self._end - time.time()

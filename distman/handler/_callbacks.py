@@ -245,6 +245,5 @@ class ReplicaCheck(Callback):
 
     def on_step_end(self, handler: NNHandler, step: int) -> None:
         if step % self._every == 0:
-            check = DistributedManager().check_replicas
-            for optimizer in handler.optimizers.values():
-                check(handler.model, optimizer, step=step, buffers=self._buffers)
+            optimizers = handler.optimizers.values()
+            DistributedManager().check_replicas(handler.model, *optimizers, step=step, buffers=self._buffers)

@@ -1,6 +1,7 @@
 """``distman keep`` on real hosts: which ones it leaves out, and when it gives up."""
 
 import os
+import signal
 import socket
 import sys
 import textwrap
@@ -9,7 +10,7 @@ import pytest
 
 from . import preloaded
 from .preloaded import PYTHON
-from .processes import start
+from .processes import marked, poll, start
 
 LIMIT = 90
 
@@ -124,6 +125,31 @@ time.sleep(60)
         done = running.wait(timeout=LIMIT)
     assert done.returncode == 7
     assert done.stdout == "ready\n"
+
+
+WRITES_MUCH = """
+import os
+for _ in range(1000):
+    os.write(2, b"x" * 1000)
+print("written", flush=True)
+"""
+
+
+def test_a_command_can_write_though_nobody_reads_its_errors(tmp_path):
+    (tmp_path / "train.py").write_text(WRITES_MUCH)
+    command = " ".join([*keep(), sys.executable, "train.py"])
+    with start(["bash", "-c", f"{command} 2> >(exec true)"], env={}, cwd=tmp_path) as running:
+        done = running.wait(timeout=LIMIT)
+    assert done.stdout == "written\n"
+
+
+def test_the_command_ends_when_this_one_is_killed(tmp_path):
+    (tmp_path / "train.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    with start([*keep(), sys.executable, "train.py"], env={}, cwd=tmp_path) as running:
+        running.wait_for_output("ready")
+        os.kill(running.pid, signal.SIGKILL)
+        running.wait(timeout=LIMIT)
+        assert poll(lambda: not marked(running.marker), 10.0)
 
 
 def test_nothing_is_left_in_the_folder(tmp_path):

@@ -52,10 +52,10 @@ def _files() -> Iterator[str]:
     shared = Path("/dev/shm")  # noqa: S108 - it is the place itself that is meant
     if not shared.is_dir() or shutil.disk_usage(shared).free < _SHARED_MEMORY:
         yield f"has less than {_SHARED_MEMORY >> 20} MiB free in {shared}"
-    for folder in (tempfile.gettempdir(), Path.cwd()):
+    for name, folder in (("the temporary folder", None), ("the current folder", ".")):
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"distman")
                 file.flush()
         except OSError as error:
-            yield f"cannot write to {folder} ({error.strerror})"
+            yield f"cannot write to {name} ({error.strerror})"

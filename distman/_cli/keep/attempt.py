@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -16,7 +17,8 @@ from typing import IO, cast
 
 from distman._cli.keep.placement import Placement
 from distman._cli.keep.verdict import Ended, Notes, waits_for_lost_hosts
-from distman._cli.signals import heard, is_from_terminal, received
+from distman._cli.run.rank import ending_with_starter
+from distman._cli.signals import is_from_terminal, received
 from distman._coordination.restart_notes import FAILURE, VARIABLE
 
 _LOOK_EVERY = 0.5  # seconds between two looks for a failure
@@ -25,15 +27,19 @@ _KEPT_BYTES = 1 << 16  # of what was written last to standard error
 _SHELL = 128  # what a shell adds to the number of the signal that ended a command
 
 
-def run_attempt(command: Sequence[str], folder: Path, grace: float, placement: Placement) -> Ended:
+def run_attempt(
+    command: Sequence[str], folder: Path, grace: float, placement: Placement, signals: socket.socket
+) -> Ended:
     """Start a command, and return when it has ended; signals that this process hears are handed on to it.
 
-    The ranks write into ``folder`` what happens. Once one has failed, the command has ``grace`` seconds to end.
+    The ranks write into ``folder`` what happens. Once one has failed, the command has ``grace`` seconds to end. It gets
+    SIGTERM where this process is killed.
     """
-    with heard() as signals:
-        environ = {**os.environ, VARIABLE: str(folder)}
-        process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE)
-        return _Watch(process, folder, grace, placement, signals).wait()
+    environ = {**os.environ, VARIABLE: str(folder)}
+    process = subprocess.Popen(
+        command, env=environ, stderr=subprocess.PIPE, preexec_fn=ending_with_starter(signal.SIGTERM)
+    )
+    return _Watch(process, folder, grace, placement, signals).wait()
 
 
 class _Watch:
@@ -81,8 +87,9 @@ class _Watch:
         """Show what is written to standard error, and keep the last of it."""
         while data := os.read(stream.fileno(), _KEPT_BYTES):
             self._written = (self._written + data)[-_KEPT_BYTES:]
-            sys.stderr.buffer.write(data)
-            sys.stderr.buffer.flush()
+            with contextlib.suppress(OSError):  # nobody reads it any more; the command must still be able to write
+                sys.stderr.buffer.write(data)
+                sys.stderr.buffer.flush()
 
     def _hand_on(self, number: int) -> None:
         if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +14,7 @@ from distman._cli.keep.attempt import run_attempt
 from distman._cli.keep.placement import Placement, place
 from distman._cli.keep.verdict import Ended, Notes, Verdict, judge
 from distman._cli.parser import at_least
+from distman._cli.signals import heard
 
 _EPILOG = (
     "A host is bad if one of its ranks fell silent, could not be reached, or was killed from outside; not if the "
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "distman keep [options] -- srun [options] python train.py"
     parser.description = (
         "Start a job, and start it again when it fails: in an allocation of Slurm without the host that made it fail, "
-        "else on this machine. The program resumes from its last checkpoint by itself."
+        "else on this machine. The program itself has to resume from its last checkpoint."
     )
     parser.epilog = _EPILOG
     parser.add_argument(
@@ -71,74 +72,71 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as problem:
         arguments.parser.error(str(problem))
     try:
-        with tempfile.TemporaryDirectory(
-            prefix=".distman-keep-", dir=arguments.folder or Path.cwd(), ignore_cleanup_errors=True
-        ) as folder:
-            return _Keeper(arguments, placement, Path(folder)).run()
+        with (
+            tempfile.TemporaryDirectory(
+                prefix=".distman-keep-", dir=arguments.folder or Path.cwd(), ignore_cleanup_errors=True
+            ) as folder,
+            heard() as signals,
+        ):  # also between two tries, when they wait for the next one
+            return _Keeper(arguments, placement, Path(folder), signals).run()
     except OSError as error:
         _say(f"{error}. Nothing is running.")
         return 1
 
 
 class _Keeper:
-    def __init__(self, arguments: argparse.Namespace, placement: Placement, folder: Path) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, placement: Placement, folder: Path, signals: socket.socket
+    ) -> None:
         self._arguments = arguments
         self._placement = placement
         self._folder = folder
+        self._signals = signals
         self._bad_hosts: set[str] = set()
         self._saved = -1  # the step of the last checkpoint
-        self._fruitless = 0  # restarts in a row without a new one
+        self._fruitless = 0  # tries in a row without a new one
 
     def run(self) -> int:
         """Start tries until one ends the job, and return its exit code."""
-        for number in itertools.count():
-            ended, notes = self._try(number)
-            reason = self._why_over(ended, notes)
-            if reason is not None:
-                if reason:
-                    _say(reason)
+        while True:
+            folder = Path(tempfile.mkdtemp(dir=self._folder))
+            command = self._placement.next_command(self._bad_hosts)
+            ended = run_attempt(command, folder, self._arguments.grace, self._placement, self._signals)
+            notes = Notes.read(folder)
+            self._count(notes)
+            if self._is_done(ended) or self._gives_up(ended, notes):
                 return ended.exit_code
-        raise AssertionError
+            _say("starts the job again.")
 
-    def _try(self, number: int) -> tuple[Ended, Notes]:
-        folder = self._folder / str(number)
-        folder.mkdir()
-        command = self._placement.command(self._bad_hosts, is_again=number > 0)
-        ended = run_attempt(command, folder, self._arguments.grace, self._placement)
-        return ended, Notes.read(folder)
-
-    def _why_over(self, ended: Ended, notes: Notes) -> str | None:
-        """Return why there is no further try, "" where that is plain, or None and say why there is one."""
-        self._count(notes)
+    def _is_done(self, ended: Ended) -> bool:
+        """Return whether the job is complete, or is to be ended or queued again by others."""
         until = self._arguments.until
-        if ended.interruption is not None or ended.exit_code == os.EX_TEMPFAIL:
-            return ""
-        if ended.exit_code == 0 and (until is None or self._saved >= until):
-            return ""
+        is_complete = ended.exit_code == 0 and (until is None or self._saved >= until)
+        return is_complete or ended.interruption is not None or ended.exit_code == os.EX_TEMPFAIL
+
+    def _gives_up(self, ended: Ended, notes: Notes) -> bool:
+        """Say why the try failed, leave out bad hosts, and return whether there can be no further try."""
         if ended.exit_code:
             verdict = judge(notes, ended, self._placement.check)
         else:
-            verdict = Verdict(f"it ended before step {until} was saved")
+            verdict = Verdict(f"it ended before step {self._arguments.until} was saved")
         bad_hosts = sorted(verdict.bad_hosts.intersection(self._placement.hosts))
         self._bad_hosts.update(bad_hosts)
         left_out = f" Left out from now on: {', '.join(bad_hosts)}." if bad_hosts else ""
-        _say(f"{verdict.reason}.{left_out} {self._saved_so_far()}")
-        if self._fruitless > self._arguments.restarts:
-            return f"gives up: {self._fruitless} tries in a row have saved nothing new."
+        saved = "Nothing was saved." if self._saved < 0 else f"Last saved: step {self._saved}."
+        _say(f"{verdict.reason}.{left_out} {saved}")
         lack = self._placement.lacks_hosts(self._bad_hosts)
+        if self._fruitless > self._arguments.restarts:
+            lack = f"{self._fruitless} tries in a row have saved nothing new"
         if lack is not None:
-            return f"gives up: {lack}."
-        _say("starts the job again.")
-        return None
+            _say(f"gives up: {lack}.")
+        return lack is not None
 
     def _count(self, notes: Notes) -> None:
         is_new = notes.saved is not None and notes.saved > self._saved
         self._fruitless = 0 if is_new else self._fruitless + 1
         if notes.saved is not None:
             self._saved = max(self._saved, notes.saved)
-
-    def _saved_so_far(self) -> str:
-        return "Nothing was saved." if self._saved < 0 else f"Last saved: step {self._saved}."
 
 
 def _say(sentence: str) -> None:

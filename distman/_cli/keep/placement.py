@@ -24,7 +24,7 @@ class Here:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
 
-    def command(self, _bad_hosts: Collection[str], *, is_again: bool) -> list[str]:  # noqa: ARG002
+    def next_command(self, _bad_hosts: Collection[str]) -> list[str]:
         return self._command
 
     def lacks_hosts(self, _bad_hosts: Collection[str]) -> str | None:
@@ -64,17 +64,19 @@ class InAllocation:
         all_tasks = int(tasks) * self._wanted // len(self.hosts) if tasks else None
         self._tasks = self._options.tasks or all_tasks
         self._min_nodes = min_nodes or self._wanted
+        self._has_tried = False
         self._ends: list[subprocess.Popen[bytes]] = []
 
-    def command(self, bad_hosts: Collection[str], *, is_again: bool) -> list[str]:
+    def next_command(self, bad_hosts: Collection[str]) -> list[str]:
         nodes = self._num_nodes(bad_hosts)
         options = [f"--nodes={nodes}"]
         if self._tasks is not None:
             options.append(f"--ntasks={self._tasks * nodes // self._wanted}")
         if bad_hosts:
             options.append(f"--exclude={','.join(sorted(bad_hosts))}")
-        if is_again:  # the try before may still be ending, on a host that does not answer
+        if self._has_tried:  # that try may still be ending, on a host that does not answer
             options.append("--overlap")
+        self._has_tried = True
         return [self._srun, *options, *self._options.rest]
 
     def lacks_hosts(self, bad_hosts: Collection[str]) -> str | None:

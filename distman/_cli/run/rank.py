@@ -53,7 +53,7 @@ class Rank:
                 stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=ends[0][1],
                 stderr=ends[1][1],
-                preexec_fn=_preparation(cpus),
+                preexec_fn=ending_with_starter(signal.SIGKILL, cpus),
             )
         except BaseException:  # Ctrl-C too: the descriptors belong to nobody yet
             for ours, _ in ends:
@@ -94,11 +94,12 @@ class Rank:
                 signal.pidfd_send_signal(self.end, number)
 
 
-def _preparation(cpus: Sequence[int]) -> Callable[[], None]:
+def ending_with_starter(number: int, cpus: Sequence[int] = ()) -> Callable[[], None]:
+    """Return what a new process calls to get a signal when this one ends, whatever ends it."""
     starter = os.getpid()
 
     def prepare() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != starter:
             os._exit(1)
         if cpus:

@@ -234,11 +234,14 @@ def _describe(mine: _Told, other: _Told) -> str:
 def _find() -> _Wait | None:
     """Return what the program waits in."""
     tracked = tracking.wait_of_program()
-    if tracked is not None:
-        what = tracked.store_wait or tracked.call
-        return _Wait(what, tracked, tracked.thread) if what is not None else None
+    what = tracked and (tracked.store_wait or tracked.call)
+    if tracked is not None and what is not None:
+        return _Wait(what, tracked, tracked.thread)
     main, frames = threading.main_thread().ident, sys._current_frames()
     del frames[threading.get_ident()]  # this very frame, which would keep all of them, and the program's files open
+    if tracked is not None:  # a call of this package, in a collective of torch's own
+        in_torch = torch_wait_in(frames.get(tracked.thread), tracking.line_of)
+        return _Wait(in_torch, tracked, tracked.thread) if in_torch is not None else None
     for thread in sorted(frames, key=lambda one: one != main):
         in_torch = torch_wait_in(frames[thread], tracking.line_of)
         if in_torch is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,10 +28,10 @@ Entries = dict[dist.ProcessGroup | None, dict[str, torch.Tensor]]
 
 
 def check_replicas(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, step: int | None, job: Job, *, buffers: bool
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int | None, job: Job, *, buffers: bool
 ) -> None:
     """Compare sums over the bits of all tensors, and raise on all ranks if some differ."""
-    for group, tensors in _entries(module, optimizer, buffers=buffers).items():
+    for group, tensors in _entries(module, optimizers, buffers=buffers).items():
         size = dist.get_world_size(group)
         if size > 1:
             with WaitScope("check_replicas()"):
@@ -41,15 +42,15 @@ def _compare(tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None, 
     device = job.device
     no_sums = torch.zeros(0, dtype=torch.int64, device=device)
     sums = torch.stack([_sum_of_bits(one).to(device) for one in tensors.values()]) if tensors else no_sums
-    names = _sum_of_bits(torch.tensor([*"\n".join(tensors).encode()], dtype=torch.uint8)).to(device)
-    mine = torch.stack([torch.tensor(len(tensors), device=device), names, _sum_of_bits(sums)])
+    names = torch.tensor(zlib.crc32("\n".join(tensors).encode()), device=device)
+    mine = torch.stack([names, _sum_of_bits(sums)])
     ends = torch.cat([mine, -mine])
     dist.all_reduce(ends, dist.ReduceOp.MAX, group)
-    count, same_names, same_sums = (ends[:3] == -ends[3:]).tolist()
-    if not (count and same_names):
+    same_names, same_sums = (ends[:2] == -ends[2:]).tolist()
+    if not same_names:
         raise PlanMismatchError(
             f"all ranks must check modules with the same parameters and buffers, got {len(tensors)} on rank "
-            f"{job.peer.rank}, and others elsewhere. Pass the same module, and the same optimizer, on all ranks."
+            f"{job.peer.rank}, and others elsewhere. Pass the same module, and the same optimizers, on all ranks."
         )
     if not same_sums:
         everyone = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
@@ -74,12 +75,12 @@ def _error(
     )
 
 
-def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None, *, buffers: bool) -> Entries:
+def _entries(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, buffers: bool) -> Entries:
     """Return all tensors by name, grouped by the process group whose ranks ought to hold the same numbers."""
     default = getattr(module, "process_group", None)
     found: Entries = {default: {}}
     shared = _shared_buffers(module) if buffers else []
-    for name, tensor in [*module.named_parameters(), *shared, *_states(module, optimizer)]:
+    for name, tensor in [*module.named_parameters(), *shared, *_states(module, optimizers)]:
         if not is_distributed_tensor(tensor):
             found.setdefault(default, {})[name] = tensor.detach()
             continue
@@ -98,9 +99,9 @@ def _shared_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in own)
 
 
-def _states(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _states(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-    for parameter, state in optimizer.state.items() if optimizer is not None else ():
+    for parameter, state in [item for optimizer in optimizers for item in optimizer.state.items()]:
         for key, value in sorted(state.items()):
             if isinstance(value, torch.Tensor):
                 yield f"{key} of {names.get(parameter, 'a parameter')}", value

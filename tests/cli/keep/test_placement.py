@@ -10,13 +10,15 @@ def in_allocation(*command, spare=2, min_nodes=None, environ=ALLOCATION):
 
 
 def test_the_first_try_has_the_nodes_that_are_not_spare_and_their_share_of_the_tasks():
-    command = in_allocation("python", "train.py", "-n", "3").command(set(), is_again=False)
+    command = in_allocation("python", "train.py", "-n", "3").next_command(set())
     assert command == ["srun", "--nodes=4", "--ntasks=16", "python", "train.py", "-n", "3"]
 
 
 @pytest.mark.parametrize("words", [["-N4", "-n8"], ["-N", "4", "-n", "8"], ["--nodes=4", "--ntasks", "8"]])
 def test_numbers_of_nodes_and_tasks_are_taken_from_srun(words):
-    command = in_allocation("-l", *words, "--mem", "4G", "python", "train.py").command({"n2"}, is_again=True)
+    placement = in_allocation("-l", *words, "--mem", "4G", "python", "train.py")
+    placement.next_command(set())
+    command = placement.next_command({"n2"})
     options = ["--nodes=4", "--ntasks=8", "--exclude=n2", "--overlap"]
     assert command == ["srun", *options, "-l", "--mem", "4G", "python", "train.py"]
 
@@ -24,7 +26,7 @@ def test_numbers_of_nodes_and_tasks_are_taken_from_srun(words):
 def test_without_a_number_of_tasks_srun_decides():
     environ = {name: value for name, value in ALLOCATION.items() if name != "SLURM_NTASKS"}
     placement = in_allocation("python", environ=environ)
-    assert placement.command(set(), is_again=False) == ["srun", "--nodes=4", "python"]
+    assert placement.next_command(set()) == ["srun", "--nodes=4", "python"]
 
 
 def test_there_are_never_fewer_nodes_unless_that_was_allowed():
@@ -33,7 +35,7 @@ def test_there_are_never_fewer_nodes_unless_that_was_allowed():
     assert in_allocation("python").lacks_hosts(bad) == "3 of 6 nodes are left, and the job needs 4"
     fewer = in_allocation("-N4", "-n8", "python", min_nodes=3)
     assert fewer.lacks_hosts(bad) is None
-    assert fewer.command(bad, is_again=True)[1:3] == ["--nodes=3", "--ntasks=6"]
+    assert fewer.next_command(bad)[1:3] == ["--nodes=3", "--ntasks=6"]
 
 
 def test_more_nodes_than_the_allocation_has_are_refused():
@@ -55,7 +57,7 @@ def test_a_number_of_nodes_must_be_one():
 def test_other_commands_start_as_they_are():
     placement = place(["torchrun", "train.py"], ALLOCATION, 0, None)
     assert isinstance(placement, Here)
-    assert placement.command({"n1"}, is_again=True) == ["torchrun", "train.py"]
+    assert placement.next_command({"n1"}) == ["torchrun", "train.py"]
     assert isinstance(place(["/usr/bin/srun", "python"], ALLOCATION, 0, None), InAllocation)
 
 
