@@ -234,8 +234,7 @@ def _describe(mine: _Told, other: _Told) -> str:
 def _find() -> _Wait | None:
     """Return what the program waits in."""
     tracked = tracking.wait_of_program()
-    what = tracked and (tracked.store_wait or tracked.call)
-    if tracked is not None and what is not None:
+    if tracked is not None and (what := tracked.store_wait or tracked.call) is not None:
         return _Wait(what, tracked, tracked.thread)
     main, frames = threading.main_thread().ident, sys._current_frames()
     del frames[threading.get_ident()]  # this very frame, which would keep all of them, and the program's files open
