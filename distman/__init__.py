@@ -50,14 +50,13 @@ if TYPE_CHECKING:
         rank_zero_first,
         rank_zero_only,
     )
-    from distman.environments import is_env_distributed as is_env_distributed
-    from distman.environments import should_use_distributed as should_use_distributed
-    from distman.executor import ParallelExecutor
-    from distman.executor import parallelize_on_gpus as parallelize_on_gpus
-    from distman.manager import DistributedManager
-    from distman.manager import initialize_ddp as initialize_ddp
-    from distman.topology import ProcessGroupConfig as ProcessGroupConfig
-    from distman.topology import ProcessGroupNode as ProcessGroupNode
+    from distman.environments import (
+        is_env_distributed as is_env_distributed,
+        should_use_distributed as should_use_distributed,
+    )
+    from distman.executor import ParallelExecutor, parallelize_on_gpus as parallelize_on_gpus
+    from distman.manager import DistributedManager, initialize_ddp as initialize_ddp
+    from distman.topology import ProcessGroupConfig as ProcessGroupConfig, ProcessGroupNode as ProcessGroupNode
     from distman.training import Stepper
 
 __all__ = [

@@ -28,8 +28,7 @@ from typing import IO, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed import utils as distributed_utils
+from torch.distributed import distributed_c10d, utils as distributed_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import (  # noqa: F401 - for other modules
     TreeSpec,

@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TypeVar
 
-from distman._base.interpreter import environment, program
-from distman._base.interpreter import options as own_options
+from distman._base.interpreter import environment, options as own_options, program
 from distman._base.text import printable_lines
 from distman._workers.output import read_output
 from distman._workers.sockets import is_readable, socket_pair

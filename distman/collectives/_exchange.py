@@ -19,8 +19,7 @@ from distman._job.groups.registry import Group
 from distman._torch_internals import EagerFunction
 from distman.collectives._result_memory import new_empty
 from distman.collectives._sums import SumInRankOrder
-from distman.collectives._transport import Segment, transport_of
-from distman.collectives._transport import begin_all_reduce as begin_all_reduce_by_backend
+from distman.collectives._transport import Segment, begin_all_reduce as begin_all_reduce_by_backend, transport_of
 
 
 class SendBuffers:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from distman.topology._notation import NotationError, parse_mesh, parse_tree
-from distman.topology._partition import GridPartition as GridPartition  # for other parts of the package, like the last
-from distman.topology._partition import ListedPartition as ListedPartition
-from distman.topology._partition import Partition, split_sizes
-from distman.topology._partition import is_whole_number as is_whole_number
-from distman.topology._plan import READY_MADE as READY_MADE
-from distman.topology._plan import Plan, mesh_plan, tree_plan
-from distman.topology._plan import check_new_names as check_new_names
-from distman.topology._plan import resolve_mesh_shape as resolve_mesh_shape
+from distman.topology._partition import (
+    GridPartition as GridPartition,  # for other parts of the package, like the last
+    ListedPartition as ListedPartition,
+    Partition,
+    is_whole_number as is_whole_number,
+    split_sizes,
+)
+from distman.topology._plan import (
+    READY_MADE as READY_MADE,
+    Plan,
+    check_new_names as check_new_names,
+    mesh_plan,
+    resolve_mesh_shape as resolve_mesh_shape,
+    tree_plan,
+)
 from distman.topology._tree import ProcessGroupConfig, ProcessGroupNode
 
 __all__ = [

@@ -9,8 +9,7 @@ import types
 import typing
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from distman._base.text import Line, printable, printable_lines, shortened
 from distman._coordination import protocol

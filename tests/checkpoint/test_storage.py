@@ -16,8 +16,15 @@ from fsspec.registry import known_implementations
 
 import distman.checkpoint
 from distman import CheckpointError, DistributedManager, RankFailedError
-from distman.checkpoint import CheckpointFolder, load, load_sharded, register_storage, save, save_sharded
-from distman.checkpoint import _location as location
+from distman.checkpoint import (
+    CheckpointFolder,
+    _location as location,
+    load,
+    load_sharded,
+    register_storage,
+    save,
+    save_sharded,
+)
 from distman.checkpoint._local_storage import LocalStorage
 from distman.testing import ranks
 

@@ -10,8 +10,7 @@ import textwrap
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import distman

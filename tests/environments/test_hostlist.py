@@ -6,8 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from distman.environments._hostlist import MAX_ENTRIES, first_host, parse_hostlist, parse_tasks_per_node
 from distman.errors import LaunchEnvironmentError

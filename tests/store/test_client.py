@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distman._store import client as client_module
-from distman._store import dialing
+from distman._store import client as client_module, dialing
 from distman._store.client import Client
 from distman._store.connection import (
     GaveUpError,

@@ -1,8 +1,7 @@
 """Trees and meshes written in one line."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from distman.topology import NotationError, ProcessGroupConfig, ProcessGroupNode, parse_mesh, parse_tree
 

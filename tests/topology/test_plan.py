@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from distman.topology import GridPartition, Plan, ProcessGroupConfig, ProcessGroupNode, mesh_plan, tree_plan
 from distman.topology._plan import resolve_mesh_shape

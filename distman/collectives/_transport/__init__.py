@@ -6,13 +6,14 @@ import torch
 
 from distman._job.groups.registry import Group, process_group_of
 from distman._torch_internals import collects_batches, gloo_timeout
-from distman.collectives._transport._backend import Transport
-from distman.collectives._transport._backend import begin_all_reduce as begin_all_reduce
-from distman.collectives._transport._backend import carried as carried
-from distman.collectives._transport._backend import carrier_of as carrier_of
+from distman.collectives._transport._backend import (
+    Transport,
+    begin_all_reduce as begin_all_reduce,
+    carried as carried,
+    carrier_of as carrier_of,
+)
 from distman.collectives._transport._host import HostTransport
-from distman.collectives._transport._segments import Segment as Segment
-from distman.collectives._transport._segments import is_wanted
+from distman.collectives._transport._segments import Segment as Segment, is_wanted
 
 
 def transport_of(group: Group, device: torch.device) -> Transport:

@@ -34,14 +34,14 @@ from distman.compat.nnhandler._ddp import (
     aggregate_loss,
     aggregate_metrics,
     broadcast_data,
+    broadcast_data as broadcast_if_ddp,
+    broadcast_data as broadcast_tensor,
     initialize_ddp,
+    initialize_ddp as _initialize_distributed,
     make_train_val_indices,
     on_rank,
     parallelize_on_gpus,
 )
-from distman.compat.nnhandler._ddp import broadcast_data as broadcast_if_ddp
-from distman.compat.nnhandler._ddp import broadcast_data as broadcast_tensor
-from distman.compat.nnhandler._ddp import initialize_ddp as _initialize_distributed
 from distman.compat.nnhandler._events import Callback
 from distman.compat.nnhandler._handler import NNHandler
 from distman.compat.nnhandler._kinds import (

@@ -14,8 +14,7 @@ from distman import checkpoint
 from distman.compat.nnhandler._checkpoints import with_suffix
 from distman.compat.nnhandler._events import Callback, Logs
 from distman.compat.nnhandler._names import refuse
-from distman.handler import TensorBoardTracker, Tracker, WandbTracker
-from distman.handler import _callbacks as ours
+from distman.handler import TensorBoardTracker, Tracker, WandbTracker, _callbacks as ours
 
 
 class _Monitoring(Callback):

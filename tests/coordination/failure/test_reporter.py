@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from distman._coordination import protocol
-from distman._coordination.failure import hook
-from distman._coordination.failure import reporter as module
+from distman._coordination.failure import hook, reporter as module
 from distman._coordination.failure.record import SILENT, FailureRecord
 from distman._coordination.failure.reporter import JobReporter
 
