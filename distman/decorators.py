@@ -20,8 +20,7 @@ from distman._coordination.sections import ExclusiveSection, ExclusiveSections
 from distman._coordination.tracking import Restricted, call_site, check_all_run_here, depth, is_outside, restriction
 from distman._coordination.wait_scope import WaitScope
 from distman._job.groups.registry import Group
-from distman.collectives import GroupLike
-from distman.collectives._objects import broadcast_data
+from distman.collectives import GroupLike, broadcast_data
 from distman.errors import JobFailed
 from distman.manager import DistributedManager
 

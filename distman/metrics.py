@@ -13,11 +13,19 @@ import torch
 from distman._base.text import printable
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
-from distman.collectives import GroupLike, _debug
-from distman.collectives._border import refuse, with_memory
-from distman.collectives._headers import SUMS_OF_NUMBERS, refuse_in_sum, sum_numbers, texts_of_all
-from distman.collectives._numbers import control_device
-from distman.collectives._validation import check_member, resolve_group
+from distman.collectives import (
+    SUMS_OF_NUMBERS,
+    GroupLike,
+    _debug,
+    check_member,
+    control_device,
+    refuse,
+    refuse_in_sum,
+    resolve_group,
+    sum_numbers,
+    texts_of_all,
+    with_memory,
+)
 from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager
 

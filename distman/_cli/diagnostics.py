@@ -12,10 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distman._job.meeting.sockets import addresses_of, is_own, means_loopback
-from distman.environments import LAUNCHERS, LaunchEnvironment, Launcher, misspelt_variables
-from distman.environments._bare import BARE
-from distman.environments._base import read_flag, read_host, read_text
-from distman.environments._detect import METHOD, spoken
+from distman.environments import (
+    BARE,
+    LAUNCHERS,
+    METHOD,
+    LaunchEnvironment,
+    Launcher,
+    misspelt_variables,
+    read_flag,
+    read_host,
+    read_text,
+    spoken,
+)
 
 _LIMIT = 1.0
 """Seconds that a question over the network may take."""

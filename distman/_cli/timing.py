@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
 from distman._torch_internals import all_gather_single, reduce_scatter_single
-from distman.collectives._numbers import control_device
+from distman.collectives import control_device
 from distman.manager import DistributedManager
 
 _ITEM_BYTES = 4  # of a float32

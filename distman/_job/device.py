@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distman._base.log import logger
-from distman.environments import LAUNCHERS, detect
-from distman.environments._base import read_flag
+from distman.environments import LAUNCHERS, detect, read_flag
 from distman.errors import LaunchEnvironmentError
 
 _ALLOW_SHARED = "DISTMAN_ALLOW_SHARED_GPU"

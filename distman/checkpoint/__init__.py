@@ -5,14 +5,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from distman.checkpoint._folder import CheckpointFolder
-from distman.checkpoint._location import register_storage
-from distman.checkpoint._model_state import load_model_state, model_state
+# What is imported as itself is for other parts of the package.
+from distman.checkpoint._all_or_none import on_all_ranks as on_all_ranks
+from distman.checkpoint._folder import (
+    CheckpointFolder,
+    check_writable as check_writable,
+    is_sharded as is_sharded,
+    read_latest as read_latest,
+)
+from distman.checkpoint._location import locate as locate, register_storage
+from distman.checkpoint._model_state import load_model_state, model_state, without_compiled as without_compiled
+from distman.checkpoint._safetensors import write_safetensors as write_safetensors
 from distman.checkpoint._single_file import PendingSave, load, save
+from distman.checkpoint._state import (
+    check_state as check_state,
+    read_plain as read_plain,
+    without_unused_memory as without_unused_memory,
+)
 from distman.checkpoint._storage import NewFolder, Storage
 
 if TYPE_CHECKING:
-    from distman.checkpoint._sharded import load_sharded, save_sharded
+    from distman.checkpoint._sharded import load_sharded, save_sharded, saved_tensors as saved_tensors
 
 __all__ = [
     "CheckpointFolder",
@@ -30,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("load_sharded", "save_sharded"):
+    if name not in ("load_sharded", "save_sharded", "saved_tensors"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("distman.checkpoint._sharded"), name)  # torch's part of it takes a second
 

@@ -303,6 +303,18 @@ def read_latest(folder: CheckpointFolder, read: Callable[[Location], T]) -> T | 
     return read(location / names[-1]) if names else None
 
 
+def is_sharded(path: str | os.PathLike[str]) -> bool:
+    """Return whether a sharded state is at a path, when no write to it is under way any more."""
+    in_background.finish_before_reading(locate(path))
+    location = locate(path)  # it may be a link
+    try:
+        folder = Location(location.storage, location.storage.folder(location.place))
+        location.storage.open((folder / METADATA).place).close()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 class _Complete(NamedTuple):
     """A checkpoint that is there; those saved later are greater."""
 

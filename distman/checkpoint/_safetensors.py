@@ -14,8 +14,6 @@ import torch
 
 from distman.checkpoint._location import Location
 
-SUFFIX = ".safetensors"
-
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -37,16 +35,12 @@ _NAMES = {
 _ALIGNMENT = 8  # bytes, to which the table of contents is filled up by spaces
 
 
-def check_tensors(state: Mapping[str, Any]) -> None:
-    """Check that such a file can hold a state: tensors alone, of data types that the format has."""
+def write_safetensors(state: Mapping[str, Any], location: Location) -> None:
+    """Write tensors of data types that the format has; where that fails, what was there before is as it was."""
     for name, one in state.items():
         if not isinstance(one, torch.Tensor) or one.dtype not in _NAMES:
             got = one.dtype if isinstance(one, torch.Tensor) else f"a {type(one).__name__}"
             raise ValueError(f"{name} must be a tensor of a type that safetensors has, got {got}. Save a file.pt.")
-
-
-def write_safetensors(state: Mapping[str, torch.Tensor], location: Location) -> None:
-    """Write tensors that were checked; where that fails, what was there before is as it was."""
     ordered = dict(sorted(state.items(), key=lambda one: (-one[1].element_size(), one[0])))  # all of them aligned
     contents, end = {}, 0
     for name, one in ordered.items():

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+# What is imported as itself is for other parts of the package.
 from distman.collectives._all_gather import all_gather_v, reduce_scatter_v
+from distman.collectives._all_reduce import all_reduce_sum as all_reduce_sum
 from distman.collectives._all_to_all import all_to_all_v, distributed_transpose, indexed_all_to_all_v
+from distman.collectives._border import refuse as refuse, still_carried as still_carried, with_memory as with_memory
+from distman.collectives._exchange import SendBuffers as SendBuffers, exchange as exchange
 from distman.collectives._fused import FusedWork, fused_all_reduce
 from distman.collectives._gather import gather_v, scatter_v
+from distman.collectives._headers import (
+    SUMS_OF_NUMBERS as SUMS_OF_NUMBERS,
+    refuse_in_sum as refuse_in_sum,
+    sum_numbers as sum_numbers,
+    texts_of_all as texts_of_all,
+)
+from distman.collectives._numbers import all_gather_numbers as all_gather_numbers, control_device as control_device
 from distman.collectives._objects import all_gather_objects, broadcast_data, broadcast_if_ddp, gather_objects
-from distman.collectives._validation import GroupLike
+from distman.collectives._result_memory import new_empty as new_empty
+from distman.collectives._validation import (
+    GroupLike,
+    admitted as admitted,
+    check_call as check_call,
+    check_member as check_member,
+    check_sizes as check_sizes,
+    normalize_dim as normalize_dim,
+    resolve_group as resolve_group,
+    shard_sizes as shard_sizes,
+)
 
 __all__ = [
     "FusedWork",

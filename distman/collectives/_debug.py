@@ -7,7 +7,7 @@ import os
 from distman._coordination import protocol
 from distman._coordination.tracking import call_site, current_wait
 from distman._job.groups.registry import Group
-from distman.environments._base import read_flag
+from distman.environments import read_flag
 
 _VARIABLE = "DISTMAN_DEBUG"
 

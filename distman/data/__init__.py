@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+# What is imported as itself is for other parts of the package.
 from distman.data._batches import EvaluationBatches, SampledBatches, ShardBatches, TrainingBatches
 from distman.data._cached import RankCachedDataset, rank_cached_loader
 from distman.data._distributed_stream import DistributedStream, distributed_stream
 from distman.data._hdf5 import Hdf5Dataset
 from distman.data._loaders import EvaluationLoader, TrainingLoader, default_num_workers, distributed_loader
+from distman.data._randomness import (
+    generators_preserved as generators_preserved,
+    generators_state as generators_state,
+    set_generators_state as set_generators_state,
+    set_states_of as set_states_of,
+    states_of as states_of,
+)
 
 __all__ = [
     "DistributedStream",

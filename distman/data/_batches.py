@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from distman._base.seeds import seed_of
-from distman.collectives import GroupLike
-from distman.collectives._validation import resolve_group
+from distman.collectives import GroupLike, resolve_group
 from distman.data._sampling import EpochSampler, at_least_one
 from distman.topology import split_sizes
 

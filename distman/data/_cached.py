@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from distman._torch_internals import TreeSpec, tree_flatten, tree_structure, tree_unflatten
-from distman.collectives import GroupLike
-from distman.collectives._validation import resolve_group
+from distman.collectives import GroupLike, resolve_group
 from distman.data._batches import EvaluationBatches, ShardBatches
 from distman.data._hdf5 import Hdf5Dataset
 from distman.data._loaders import EvaluationLoader, TrainingLoader, check_for_evaluation, length_of

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from distman._torch_internals import as_only_worker
-from distman.collectives import GroupLike
-from distman.collectives._validation import resolve_group
+from distman.collectives import GroupLike, resolve_group
 
 _Position = tuple[int, int, Any]
 """The part that is being read, how many samples of its shard have been taken, and the state of that shard, if any."""

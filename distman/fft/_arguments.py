@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from distman._job.groups.registry import Group
-from distman.collectives._validation import check_sizes, normalize_dim
+from distman.collectives import check_sizes, normalize_dim
 from distman.fft._blocks import Kind
 from distman.topology import split_sizes
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from distman.collectives._result_memory import new_empty
+from distman.collectives import new_empty
 
 Index = tuple[slice, ...]
 Run = tuple[int, int]  # start and length

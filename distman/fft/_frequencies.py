@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from distman._coordination.wait_scope import collective
-from distman.collectives import GroupLike
-from distman.collectives._validation import admitted, check_call, check_sizes, normalize_dim, resolve_group, shard_sizes
+from distman.collectives import GroupLike, admitted, check_call, check_sizes, normalize_dim, resolve_group, shard_sizes
 from distman.fft._arguments import as_dims, as_length, is_same_dim
 from distman.fft._rearrangement import rolled
 from distman.fft._resharding import execute

@@ -18,8 +18,7 @@ import numpy.typing as npt
 import torch
 
 from distman._job.groups.registry import Group
-from distman.collectives._exchange import SendBuffers, exchange
-from distman.collectives._result_memory import new_empty
+from distman.collectives import SendBuffers, exchange, new_empty
 from distman.fft._blocks import Index, Run
 from distman.topology import split_sizes
 

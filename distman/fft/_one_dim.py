@@ -8,8 +8,7 @@ from typing import Unpack
 import torch
 
 from distman._job.groups.registry import Group
-from distman.collectives import GroupLike
-from distman.collectives._validation import admitted, check_call, normalize_dim, resolve_group, shard_sizes
+from distman.collectives import GroupLike, admitted, check_call, normalize_dim, resolve_group, shard_sizes
 from distman.fft._arguments import (
     as_length,
     check_norm,

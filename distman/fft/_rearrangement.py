@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 
 from distman._job.groups.registry import Group
-from distman.collectives._exchange import exchange
-from distman.collectives._result_memory import new_empty
+from distman.collectives import exchange, new_empty
 from distman.fft._resharding import execute
 
 

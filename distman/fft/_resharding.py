@@ -10,8 +10,7 @@ import torch
 
 from distman._job.groups.registry import Group
 from distman._torch_internals import EagerFunction
-from distman.collectives._border import still_carried
-from distman.collectives._exchange import SendBuffers, exchange
+from distman.collectives import SendBuffers, exchange, still_carried
 from distman.fft._blocks import Index, LocalTransform, Run, blocks_of, empty_with_last
 
 

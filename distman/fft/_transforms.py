@@ -7,8 +7,7 @@ from typing import Unpack
 
 import torch
 
-from distman.collectives import GroupLike
-from distman.collectives._validation import admitted, check_call, resolve_group, shard_sizes
+from distman.collectives import GroupLike, admitted, check_call, resolve_group, shard_sizes
 from distman.fft._arguments import (
     as_lengths,
     check_among,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from distman.handler._archive import Preempted
+# What is imported as itself is for other parts of the package.
+from distman.handler._archive import Preempted, saved_arguments as saved_arguments
 from distman.handler._callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ReplicaCheck
 from distman.handler._events import Callback
 from distman.handler._history import History
 from distman.handler._nn_handler import NNHandler
+from distman.handler._objective import evaluating as evaluating
 from distman.handler._profiling import Profiler
 from distman.handler._trackers import JsonLinesTracker, MLflowTracker, TensorBoardTracker, WandbTracker
 from distman.handler._tracking import Tracker

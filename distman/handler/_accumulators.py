@@ -11,8 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from distman._torch_internals import tree_map
-from distman.collectives._fused import fused_all_reduce
-from distman.collectives._objects import all_gather_objects, gather_objects
+from distman.collectives import all_gather_objects, fused_all_reduce, gather_objects
 from distman.decorators import on_rank
 from distman.handler._nested import join, on_host
 from distman.handler._objective import Outcome

@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distman import checkpoint
 from distman._coordination.monitor.current_watcher import has_failed
-from distman.checkpoint import CheckpointFolder
-from distman.checkpoint._location import locate
-from distman.checkpoint._safetensors import SUFFIX, check_tensors, write_safetensors
-from distman.checkpoint._state import check_state
+from distman.checkpoint import CheckpointFolder, check_state, locate, write_safetensors
 from distman.decorators import on_rank
 from distman.errors import CheckpointError
 from distman.handler._events import Callbacks
@@ -22,8 +19,7 @@ from distman.handler._history import History
 from distman.handler._reporting import Reporter
 from distman.handler._sharded_state import load_latest, parts_of, read_parts, read_rest, whole
 from distman.manager import DistributedManager
-from distman.training._changes import Changes, OnChange
-from distman.training._model import TrainedModel
+from distman.training import Changes, OnChange, TrainedModel
 
 if TYPE_CHECKING:
     from distman.handler._training import Limits, Training
@@ -163,16 +159,10 @@ class Archive:
             self.training.engine.check()
         location = locate(path)
         state = whole(self._model.evaluated_state())
-        if not location.place.endswith(SUFFIX):
+        if not location.place.endswith(".safetensors"):
             checkpoint.save(state, path)
             return
-
-        @on_rank(0)
-        def write() -> None:
-            check_tensors(state)
-            write_safetensors(state, location)
-
-        write()
+        on_rank(0)(write_safetensors)(state, location)
 
     def resume(self, limits: Limits) -> bool:
         """Load what an earlier run of the program has saved; return True if it did all of this call of train()."""

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from distman.checkpoint import CheckpointFolder
-from distman.checkpoint._folder import check_writable
+from distman.checkpoint import CheckpointFolder, check_writable
 from distman.handler._events import Callback
 from distman.handler._history import Record, sign_of
 from distman.handler._sharded_state import save_in

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from distman._coordination.wait_scope import collective
-from distman.collectives._objects import gather_objects
+from distman.collectives import gather_objects
 from distman.data import EvaluationLoader
 from distman.decorators import on_rank
 from distman.handler._accumulators import Accumulators, Metric
 from distman.handler._nested import Pad, checked, join, on_host
 from distman.handler._objective import Objective, evaluating
 from distman.manager import DistributedManager
-from distman.training._engine import check_loss, to_device
-from distman.training._sources import NumSamples, count_samples, counted, drawn_numbers
+from distman.training import NumSamples, check_loss, count_samples, counted, drawn_numbers, to_device
 
 
 @collective

@@ -15,9 +15,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from distman._base.seeds import seed_generators, seed_of
 from distman._job.device import resolve_device
-from distman.checkpoint import CheckpointFolder
-from distman.checkpoint._folder import check_writable
-from distman.data._randomness import generators_preserved
+from distman.checkpoint import CheckpointFolder, check_writable
+from distman.data import generators_preserved
 from distman.errors import DistmanError
 from distman.handler._accumulators import Metric, MetricFunction, StatefulMetric
 from distman.handler._archive import Archive, AutoSave, read_checkpoint, saved_arguments
@@ -43,13 +42,8 @@ from distman.handler._tracking import Tracker
 from distman.handler._training import Limits, Training
 from distman.handler._warm_start import TakenWeights, take_weights
 from distman.manager import DistributedManager
-from distman.score import SDE
-from distman.score._denoising import Weighting
-from distman.training._changes import Changes
-from distman.training._engine import StepOptions
-from distman.training._model import TrainedModel, check_strategy
-from distman.training._optimizers import UNNAMED
-from distman.training._sources import NumSamples
+from distman.score import SDE, Weighting
+from distman.training import UNNAMED, Changes, NumSamples, StepOptions, TrainedModel, check_strategy
 
 P = ParamSpec("P")
 R = TypeVar("R")

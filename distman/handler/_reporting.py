@@ -14,7 +14,7 @@ from distman.decorators import on_rank
 from distman.handler._accumulators import Accumulators
 from distman.handler._history import History
 from distman.manager import DistributedManager
-from distman.training._stepper import as_text, training_logger
+from distman.training import as_text, training_logger
 
 LoggerMode = Literal["console", "file", "both"]
 

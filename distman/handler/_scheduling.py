@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from distman.training._changes import Changes, class_of, plain, updated
-from distman.training._optimizers import UNNAMED
+from distman.training import UNNAMED, Changes, class_of, plain, updated
 
 
 @dataclasses.dataclass

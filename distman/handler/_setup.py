@@ -17,12 +17,18 @@ from distman.handler._accumulators import Metric
 from distman.handler._events import Callbacks
 from distman.handler._objective import Forward, Objective, ScoreBased, default_forward
 from distman.handler._scheduling import Schedules, Scheduling
-from distman.training import Stepper
-from distman.training._changes import options_of
-from distman.training._engine import Engine, StepOptions
-from distman.training._model import TrainedModel
-from distman.training._optimizers import UNNAMED
-from distman.training._sources import ForeignSource, LoaderSource, NumSamples, Source
+from distman.training import (
+    UNNAMED,
+    Engine,
+    ForeignSource,
+    LoaderSource,
+    NumSamples,
+    Source,
+    StepOptions,
+    Stepper,
+    TrainedModel,
+    options_of,
+)
 
 T = TypeVar("T")
 StepFunction = Callable[[Stepper, Any], Mapping[str, Any] | torch.Tensor | float | None]

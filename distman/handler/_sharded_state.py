@@ -14,13 +14,16 @@ import torch
 from distman import checkpoint
 from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import is_distributed_tensor
-from distman.checkpoint import CheckpointFolder
-from distman.checkpoint._all_or_none import on_all_ranks
-from distman.checkpoint._background import finish_before_reading
-from distman.checkpoint._folder import read_latest
-from distman.checkpoint._location import Location, locate
-from distman.checkpoint._state import check_state, read_plain, without_unused_memory
-from distman.checkpoint._storage import METADATA
+from distman.checkpoint import (
+    CheckpointFolder,
+    check_state,
+    is_sharded,
+    locate,
+    on_all_ranks,
+    read_latest,
+    read_plain,
+    without_unused_memory,
+)
 from distman.decorators import on_rank
 from distman.errors import CheckpointError
 from distman.manager import DistributedManager
@@ -69,10 +72,7 @@ def load_latest(folder: CheckpointFolder, module: torch.nn.Module) -> Any:
     if not folder.sharded:
         return folder.load_latest(device="cpu")
 
-    def read(location: Location) -> dict[str, Any]:
-        return read_parts(read_rest(location.path), module)
-
-    return read_latest(folder, read)
+    return read_latest(folder, lambda location: read_parts(read_rest(location.path), module))
 
 
 def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,12 +97,10 @@ def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_rest(path: str | os.PathLike[str]) -> Any:
     """Return what such a folder holds, :class:`Unread` for what is sharded; None if it is none. Collective."""
-    if not on_rank(0, broadcast=True)(_is_folder)(path):
+    if not on_rank(0, broadcast=True)(is_sharded)(path):
         return None
     location = locate(path)
-    from distman.checkpoint._sharded import saved_tensors  # torch's part of it takes a second
-
-    found = saved_tensors(location)
+    found = checkpoint.saved_tensors(location)
     if _REST not in found:
         raise CheckpointError(
             f"{path} holds no training, but other tensors: {', '.join(found)}. Load it with load_sharded()."
@@ -134,18 +132,6 @@ def read_parts(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str, A
     for path in paths:  # one, if any
         checkpoint.load_sharded({_PARTS: tensors}, path)
     return cast("dict[str, Any]", made)
-
-
-def _is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a sharded state is there, when no write to that place is under way any more."""
-    finish_before_reading(locate(path))
-    location = locate(path)  # it may be a link
-    try:
-        folder = Location(location.storage, location.storage.folder(location.place))
-        location.storage.open((folder / METADATA).place).close()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def _empty_like_parts(unread: Unread, module: torch.nn.Module) -> torch.Tensor:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from distman.collectives._fused import fused_all_reduce
+from distman.collectives import fused_all_reduce
 from distman.handler._history import Record
 from distman.manager import DistributedManager
-from distman.training._sources import Step
+from distman.training import Step
 
 _MOST_UNREAD = 32
 """Steps from one reading to the next, for each of which the host waits for the GPU."""

@@ -15,9 +15,8 @@ import torch
 
 from distman._base.text import printable
 from distman._coordination.monitor.current_watcher import has_failed
-from distman.collectives._fused import fused_all_reduce
-from distman.collectives._objects import all_gather_objects
-from distman.data._randomness import generators_state, set_generators_state
+from distman.collectives import all_gather_objects, fused_all_reduce
+from distman.data import generators_state, set_generators_state
 from distman.errors import DistmanError, NonFiniteLossError
 from distman.handler._accumulators import Accumulators, Numbers
 from distman.handler._events import Callback, Events
@@ -30,10 +29,7 @@ from distman.handler._step_records import StepRecords, TakenStep
 from distman.manager import DistributedManager
 from distman.metrics import aggregate_loss
 from distman.topology import is_whole_number
-from distman.training import Stepper
-from distman.training._changes import Changes
-from distman.training._engine import Engine
-from distman.training._sources import Step
+from distman.training import Changes, Engine, Step, Stepper
 
 if TYPE_CHECKING:
     from distman.handler._archive import Archive

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from distman._base.text import printable
-from distman.checkpoint import load, load_model_state, model_state
-from distman.checkpoint._all_or_none import on_all_ranks
-from distman.checkpoint._model_state import without_compiled
+from distman.checkpoint import load, load_model_state, model_state, on_all_ranks, without_compiled
 from distman.errors import CheckpointError
 from distman.handler._sharded_state import read_parts, read_rest
-from distman.training._sharding import place_parts
+from distman.training import place_parts
 
 _HOLDERS = ("module", "state_dict", "model_state_dict", "model")
 """Names of the weights in checkpoints: of a handler, within ``model``; of Lightning; of torch's tutorials; of many."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from distman.score._denoising import denoising_loss
+# What is imported as itself is for other parts of the package.
+from distman.score._denoising import Weighting as Weighting, denoising_loss
 from distman.score._likelihood import log_likelihood
 from distman.score._network import guided_score, score
 from distman.score._sampling import sample

@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from distman._job.groups.registry import Group
-from distman.collectives import GroupLike, all_gather_v
-from distman.collectives._validation import admitted, resolve_group
+from distman.collectives import GroupLike, admitted, all_gather_v, resolve_group
 from distman.score import _sharing
 from distman.score._network import Network, evaluate
 from distman.score._sde import SDE, per_sample

@@ -11,8 +11,7 @@ from typing import Literal, get_args
 import torch
 
 from distman._job.groups.registry import Group
-from distman.collectives import GroupLike, all_gather_v, gather_v
-from distman.collectives._validation import admitted, check_member, resolve_group
+from distman.collectives import GroupLike, admitted, all_gather_v, check_member, gather_v, resolve_group
 from distman.decorators import on_rank
 from distman.manager import DistributedManager
 from distman.score import _sharing

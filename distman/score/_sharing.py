@@ -12,9 +12,7 @@ import torch
 from distman._coordination.tracking import depth
 from distman._coordination.wait_scope import WaitScope
 from distman._job.groups.registry import Group
-from distman.collectives import GroupLike
-from distman.collectives._objects import all_gather_objects
-from distman.collectives._validation import resolve_group
+from distman.collectives import GroupLike, all_gather_objects, resolve_group
 from distman.errors import JobFailed, PlanMismatchError
 
 R = TypeVar("R")

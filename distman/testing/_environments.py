@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 
-from distman.environments import LAUNCHERS, Place
-from distman.environments._detect import METHOD
-from distman.environments._launcher import fake_variables, sets
+from distman.environments import LAUNCHERS, METHOD, Place, fake_variables, sets
 
 
 def fake_environment(launcher: str, *, nodes: int = 1, tasks: int = 1) -> list[dict[str, str]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+# What is imported as itself is for other parts of the package.
 from distman.topology._notation import NotationError, parse_mesh, parse_tree
 from distman.topology._partition import (
-    GridPartition as GridPartition,  # for other parts of the package, like the last
+    GridPartition as GridPartition,
     ListedPartition as ListedPartition,
     Partition,
     is_whole_number as is_whole_number,

@@ -2,6 +2,34 @@
 
 from __future__ import annotations
 
-from distman.training._stepper import Stepper
+# What is imported as itself is for other parts of the package.
+from distman.training._changes import (
+    Changes as Changes,
+    OnChange as OnChange,
+    class_of as class_of,
+    options_of as options_of,
+    plain as plain,
+    updated as updated,
+)
+from distman.training._engine import (
+    Engine as Engine,
+    StepOptions as StepOptions,
+    check_loss as check_loss,
+    to_device as to_device,
+)
+from distman.training._model import TrainedModel as TrainedModel, check_strategy as check_strategy
+from distman.training._optimizers import UNNAMED as UNNAMED
+from distman.training._sharding import place_parts as place_parts
+from distman.training._sources import (
+    ForeignSource as ForeignSource,
+    LoaderSource as LoaderSource,
+    NumSamples as NumSamples,
+    Source as Source,
+    Step as Step,
+    count_samples as count_samples,
+    counted as counted,
+    drawn_numbers as drawn_numbers,
+)
+from distman.training._stepper import Stepper, as_text as as_text, training_logger as training_logger
 
 __all__ = ["Stepper"]

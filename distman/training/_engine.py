@@ -13,8 +13,8 @@ import torch
 
 from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import is_distributed_tensor, norms, tree_map
-from distman.collectives._fused import fused_all_reduce
-from distman.data._randomness import generators_preserved
+from distman.collectives import fused_all_reduce
+from distman.data import generators_preserved
 from distman.errors import DistmanError
 from distman.manager import DistributedManager
 from distman.training._changes import Changes

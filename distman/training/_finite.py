@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from distman.collectives._objects import all_gather_objects
+from distman.collectives import all_gather_objects
 from distman.errors import NonFiniteLossError
 from distman.manager import DistributedManager
 

@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distman._coordination.monitor.current_watcher import has_failed
 from distman._coordination.wait_scope import WaitScope
-from distman.checkpoint import load_model_state, model_state
-from distman.checkpoint._model_state import without_compiled
-from distman.collectives._objects import broadcast_data
+from distman.checkpoint import load_model_state, model_state, without_compiled
+from distman.collectives import broadcast_data
 from distman.errors import DistmanError
 from distman.manager import DistributedManager
 from distman.training._average import Average

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distman.checkpoint._model_state import without_compiled as bare_name
+from distman.checkpoint import without_compiled as bare_name
 from distman.manager import DistributedManager
 from distman.training._changes import Changes, class_of, options_of, use_options
 from distman.training._sharding import place_optimizer_state

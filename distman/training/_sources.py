@@ -26,11 +26,9 @@ from torch.utils.data import (
 from distman._base.log import logger
 from distman._coordination.wait_scope import collective
 from distman._torch_internals import tree_leaves
-from distman.collectives._headers import sum_numbers
-from distman.collectives._numbers import all_gather_numbers, control_device
-from distman.collectives._objects import broadcast_data
-from distman.data import TrainingLoader
-from distman.data._randomness import (
+from distman.collectives import all_gather_numbers, broadcast_data, control_device, sum_numbers
+from distman.data import (
+    TrainingLoader,
     generators_preserved,
     generators_state,
     set_generators_state,

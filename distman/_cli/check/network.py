@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distman._cli.own_job import gather_reports
 from distman._cli.timing import timed
 from distman._coordination.wait_scope import collective
-from distman.collectives._numbers import control_device
+from distman.collectives import control_device
 from distman.manager import DistributedManager
 
 _MAX_ALL_PAIRS = 16  # ranks up to which every pair is measured

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distman._cli.keep.verdict import Health
 from distman._coordination.restart_notes import count_oom_kills
-from distman.environments._hostlist import parse_hostlist
+from distman.environments import parse_hostlist
 
 _CHECK_LIMIT = 20.0  # seconds: a check takes up to 5, and a busy controller some
 

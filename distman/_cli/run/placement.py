@@ -8,9 +8,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from distman.environments import LAUNCHERS, Family, Place
-from distman.environments._distman_run import DISTMAN_RUN
-from distman.environments._launcher import fake_variables, sets
+from distman.environments import DISTMAN_RUN, LAUNCHERS, Family, Place, fake_variables, sets
 
 _THREADS = "OMP_NUM_THREADS"
 _LOCALHOST = "127.0.0.1"

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from distman._base.interpreter import is_of_program
 from distman._coordination.internal_files import is_internal, is_of_package, is_of_user
-from distman.environments._base import read_flag
+from distman.environments import read_flag
 from distman.errors import DistmanError, JobFailed, RankFailedError
 
 _DEBUG = "DISTMAN_DEBUG"

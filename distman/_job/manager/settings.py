@@ -13,8 +13,7 @@ from distman._base.log import logger
 from distman._coordination.failure.interruption import Patience
 from distman._coordination.monitor.context import WatchLimits
 from distman._job.job import Limits
-from distman.environments import LaunchEnvironment, detect, misspelt_variables
-from distman.environments._base import read_flag
+from distman.environments import LaunchEnvironment, detect, misspelt_variables, read_flag
 from distman.topology import is_whole_number
 
 # Variables of the environment, with the seconds that hold without them.

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from distman._job.meeting import mpi
 from distman._job.meeting.ancestry import ancestors
 from distman._job.meeting.sockets import means_loopback
-from distman.environments import LAUNCHERS, Family, LaunchEnvironment
-from distman.environments._base import read_host
+from distman.environments import LAUNCHERS, Family, LaunchEnvironment, read_host
 from distman.errors import RendezvousError
 
 # Derived ports: above those of well-known services, and below 32768, from where Linux gives ports to connections.

@@ -54,7 +54,7 @@ from distman.compat.nnhandler._kinds import (
 )
 from distman.compat.nnhandler._names import REFUSED
 from distman.decorators import parallel_on_all_devices
-from distman.environments._hostlist import first_host as _first_host_from_slurm_nodelist
+from distman.environments import first_host as _first_host_from_slurm_nodelist
 from distman.executor import as_cpu as _as_cpu
 
 __all__ = [

@@ -12,10 +12,10 @@ import torch
 
 from distman import checkpoint
 from distman._base.process_state import puts_back
-from distman.checkpoint._state import check_state
+from distman.checkpoint import check_state
 from distman.compat.nnhandler._ddp import start
 from distman.errors import CheckpointError
-from distman.handler._archive import saved_arguments
+from distman.handler import saved_arguments
 
 H = TypeVar("H")
 KEY = "nnhandler"

@@ -21,7 +21,7 @@ from distman.compat.nnhandler._ddp import of_cache, start
 from distman.compat.nnhandler._events import Bridge, Callback, Logs, Validating
 from distman.compat.nnhandler._kinds import DataLoaderType, ModelType, Sampler, initialize_logger
 from distman.compat.nnhandler._names import REFUSED_METHODS, refuse
-from distman.handler._objective import evaluating
+from distman.handler import evaluating
 
 Factory = Callable[..., Any]
 

@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distman import collectives, mappings
-from distman.collectives import GroupLike
-from distman.collectives._all_reduce import all_reduce_sum
-from distman.collectives._validation import resolve_group
+from distman.collectives import GroupLike, all_reduce_sum, resolve_group
 from distman.compat.physicsnemo.autograd import gather_v
 from distman.metrics import reduce_loss
 
