@@ -81,11 +81,7 @@ def all_gather_v(
 
 @collective
 def reduce_scatter_v(
-    tensor: torch.Tensor,
-    sizes: Sequence[int],
-    dim: int = 0,
-    use_fp32: bool = True,
-    group: GroupLike = None,
+    tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0, use_fp32: bool = True, group: GroupLike = None
 ) -> torch.Tensor:
     """Add up the full tensors of all ranks, and return this rank's slice of the sum.
 
@@ -130,12 +126,7 @@ def reduce_scatter_v(
 class AllGather(LinearFunction):
     @staticmethod
     def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        sizes: list[int],
-        dim: int,
-        use_fp32: bool,
-        group: Group,
+        ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, use_fp32: bool, group: Group
     ) -> torch.Tensor:
         ctx.arguments = sizes, dim, use_fp32, group
         tensor = still_carried(tensor, group)
@@ -156,12 +147,7 @@ class AllGather(LinearFunction):
 class ReduceScatter(LinearFunction):
     @staticmethod
     def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        sizes: list[int],
-        dim: int,
-        use_fp32: bool,
-        group: Group,
+        ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, use_fp32: bool, group: Group
     ) -> torch.Tensor:
         ctx.arguments = sizes, dim, use_fp32, group
         tensor = still_carried(tensor, group)

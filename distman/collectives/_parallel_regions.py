@@ -126,10 +126,7 @@ def scatter_region(
 
 @collective
 def gather_from_parallel_region(
-    input: torch.Tensor,
-    dim: int = -1,
-    shapes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    input: torch.Tensor, dim: int = -1, shapes: Sequence[int] | None = None, group: GroupLike = None
 ) -> torch.Tensor:
     """Put the slices of the ranks of a region together; the gradient of a slice is that slice of the gradient.
 

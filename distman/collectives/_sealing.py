@@ -42,7 +42,7 @@ class Seal:
             rank = self._group.ranks[src]
             raise ForeignPickleError(
                 f"what came from rank {rank} must be sealed by that rank in the same call, got something else. Let all "
-                "ranks make the same calls; if they do, somebody else sends to this job: see who can reach its hosts."
+                "ranks make the same calls; if they do, a stranger sends to this job: see who can reach its hosts."
             )
         return text
 

@@ -24,10 +24,7 @@ _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the mark that sums each
 
 
 def mark_module_as_shared(
-    module: torch.nn.Module,
-    process_group: GroupLike = None,
-    recurse: bool = True,
-    use_fp32: bool = True,
+    module: torch.nn.Module, process_group: GroupLike = None, recurse: bool = True, use_fp32: bool = True
 ) -> torch.nn.Module:
     """Sum the gradients of a module's parameters over a group whose ranks each use them on a part of the data.
 

@@ -1,4 +1,4 @@
-"""Who talks to whom, as arithmetic: no torch, no communication."""
+"""Which ranks form which groups, as arithmetic: no torch, no communication."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ class GridPartition(Partition):
         return GridPartition._merged(reversed(axes))
 
     def _is_along(self, stride: int) -> bool:
-        """Return whether blocks extend along the axis on which a step of this many ranks lies."""
+        """Return whether blocks extend along the axis that a step of this many ranks follows."""
         return any(is_along and start <= stride < start * length for start, length, is_along in self._axes())
 
 

@@ -89,7 +89,7 @@ class ProcessGroupConfig:
             name: Name of the node.
 
         Raises:
-            UndefinedGroupError: There is none.
+            UndefinedGroupError: There is no such node.
 
         Example:
             >>> parse_tree("world(data=2, model=4)").get_node("model").size

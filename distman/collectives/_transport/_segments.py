@@ -42,8 +42,8 @@ class Segment:
         self.memory = mapped(self.descriptor)
         self.offsets: dict[int, int] = {}  # where the piece for a rank of the group begins
         self.readers: set[int] = set()  # ranks that may still read a piece
-        self.known_to: set[int] = set()  # who has got its descriptor
-        self.is_held = False  # by who writes to it
+        self.known_to: set[int] = set()  # ranks that have its descriptor
+        self.is_held = False  # by a writer
 
     def is_free(self) -> bool:
         return not self.readers and not self.is_held
@@ -64,7 +64,7 @@ class Segments:
         return set().union(*(segment.readers for segment in tuple(self.made.values())))
 
     def take(self, pieces: Mapping[int, tuple[int, int]]) -> Segment | None:
-        """Return a segment that nobody reads or writes, for the caller to write to; None where there is none.
+        """Return a segment that no rank reads or writes, for the caller to write to; None if all are in use.
 
         Each rank of the group is to read a piece: a number, alike where it is the same piece, and its size in bytes.
         """
