@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 # What is imported as itself is for other parts of the package.
-from distman.collectives._all_gather import all_gather_v, reduce_scatter_v
-from distman.collectives._all_reduce import all_reduce_sum as all_reduce_sum
+from distman.collectives._all_gather import AllGather as AllGather, all_gather_v, reduce_scatter_v
+from distman.collectives._all_reduce import AllReduceSum as AllReduceSum, all_reduce_sum as all_reduce_sum
 from distman.collectives._all_to_all import all_to_all_v, distributed_transpose, indexed_all_to_all_v
 from distman.collectives._border import refuse as refuse, still_carried as still_carried, with_memory as with_memory
-from distman.collectives._exchange import SendBuffers as SendBuffers, exchange as exchange
+from distman.collectives._exchange import (
+    LinearFunction as LinearFunction,
+    SendBuffers as SendBuffers,
+    exchange as exchange,
+)
 from distman.collectives._fused import FusedWork, fused_all_reduce
 from distman.collectives._gather import gather_v, scatter_v
 from distman.collectives._headers import (

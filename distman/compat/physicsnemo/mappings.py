@@ -8,9 +8,8 @@ import torch
 
 from distman import mappings
 from distman.collectives import GroupLike
-from distman.collectives._parallel_regions import scatter_region
 from distman.compat.physicsnemo.utils import compute_split_shapes
-from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
+from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region, scatter_region
 
 __all__ = [
     "copy_to_parallel_region",

@@ -10,13 +10,15 @@ Source:
 
 from __future__ import annotations
 
-from distman.collectives._parallel_regions import (
+# What is imported as itself is for other parts of the package.
+from distman.mappings._parallel_regions import (
     copy_to_parallel_region,
     gather_from_parallel_region,
     reduce_from_parallel_region,
+    scatter_region as scatter_region,
     scatter_to_parallel_region,
 )
-from distman.collectives._shared_parameters import mark_module_as_shared, unmark_module_as_shared
+from distman.mappings._shared_parameters import mark_module_as_shared, unmark_module_as_shared
 
 __all__ = [
     "copy_to_parallel_region",

@@ -17,10 +17,16 @@ import torch
 
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
-from distman.collectives._all_gather import AllGather
-from distman.collectives._all_reduce import all_reduce_sum
-from distman.collectives._exchange import LinearFunction
-from distman.collectives._validation import GroupLike, check_call, normalize_dim, resolve_group, shard_sizes
+from distman.collectives import (
+    AllGather,
+    GroupLike,
+    LinearFunction,
+    all_reduce_sum,
+    check_call,
+    normalize_dim,
+    resolve_group,
+    shard_sizes,
+)
 from distman.topology import split_sizes
 
 

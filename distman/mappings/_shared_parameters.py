@@ -15,8 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distman._job.groups.registry import Group
 from distman._torch_internals import forward_pre_hooks, is_distributed_tensor, own_parameters
-from distman.collectives._all_reduce import AllReduceSum
-from distman.collectives._validation import GroupLike, resolve_group
+from distman.collectives import AllReduceSum, GroupLike, resolve_group
 from distman.errors import DistmanError
 
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the mark that sums each parameter's gradients, and its hook
