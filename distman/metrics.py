@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol, cast
 
 import torch
 
-from distman._base.text import printable
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
 from distman.collectives import (
-    SUMS_OF_NUMBERS,
     GroupLike,
     _debug,
     check_member,
-    control_device,
     refuse,
     refuse_in_sum,
     resolve_group,
     sum_numbers,
-    texts_of_all,
     with_memory,
 )
-from distman.errors import PlanMismatchError
-from distman.manager import DistributedManager
 
 __all__ = ["aggregate_loss", "aggregate_metrics", "reduce_loss"]
 
@@ -81,7 +73,7 @@ def aggregate_metrics(
     _debug.compare("aggregate_metrics", members)
     weights = [0.0 if math.isnan(value) else weight for value in values]
     weighted = [value * its if its else 0.0 for value, its in zip(values, weights, strict=True)]
-    sums = _sum_alike([*weighted, *weights], f"aggregate_metrics of {len(numbers)}", [*numbers, *own], members)
+    sums = sum_numbers([*weighted, *weights], f"aggregate_metrics of {len(numbers)} numbers", [*numbers, *own], members)
     totals = zip(numbers, sums[: len(values)], sums[len(values) :], strict=True)
     means = {name: total / its if its else math.nan for name, total, its in totals}
     means |= {name: float(metric.compute()) for name, metric in own.items()}
@@ -139,30 +131,10 @@ def reduce_loss(
     values = _taken({"loss": loss}, "reduce_loss", members)
     _debug.compare("reduce_loss", members, dst_rank=dst_rank, mean=mean)
     check_member("dst_rank", dst_rank, members)
-    (total,) = _sum_alike(values, f"reduce_loss to rank {dst_rank}, mean {mean}", ["loss"], members)
+    (total,) = sum_numbers(values, f"reduce_loss to rank {dst_rank}, mean {mean}", ["loss"], members)
     if members.rank != dst_rank:
         return None
     return total / members.size if mean else total
-
-
-def _sum_alike(numbers: Sequence[float], call: str, names: Sequence[str], group: Group) -> list[float]:
-    """Return the sums of numbers over a group, whose ranks must make the same call with metrics of the same names."""
-    rows = [[name, [], str(torch.float64)] for name in names]  # as of fused_all_reduce, in which others may be
-    text = json.dumps([call, str(torch.float64), rows])
-    sums = sum_numbers(numbers, text, group, control_device(group, DistributedManager().device))
-    if sums is None:
-        texts = [json.loads(text) for text in texts_of_all(text, group)]
-        brought = [{name for name, *_ in rows} for *_, rows in texts]
-        common = set.intersection(*brought)
-        lines = [
-            f"  rank {rank}: {sorted(own - common)} besides, in {printable(call)}"
-            for rank, own, (call, *_) in zip(group.ranks, brought, texts, strict=True)
-        ]
-        raise PlanMismatchError(
-            f"all ranks must bring the same metrics in the same call, got {len(common)} in common. They bring:\n"
-            + "\n".join(lines)
-        )
-    return sums
 
 
 def _taken(numbers: Mapping[str, _Number], operation: str, group: Group) -> list[float]:
@@ -170,7 +142,7 @@ def _taken(numbers: Mapping[str, _Number], operation: str, group: Group) -> list
     try:
         return _as_floats(numbers)
     except (TypeError, ValueError) as error:
-        refuse(error, operation, group, functools.partial(refuse_in_sum, SUMS_OF_NUMBERS))
+        refuse(error, operation, group, refuse_in_sum)
 
 
 def _as_floats(numbers: Mapping[str, _Number]) -> list[float]:

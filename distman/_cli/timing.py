@@ -98,7 +98,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 @collective
 def largest(number: float, manager: DistributedManager) -> float:
     """Return the largest of the ranks' numbers, on all of them. Collective."""
-    device = control_device(manager.resolve_group(None), manager.device)
+    device = control_device(manager.resolve_group(None))
     numbers = torch.tensor([number], dtype=torch.float64, device=device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     return numbers.item()

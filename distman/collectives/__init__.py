@@ -15,10 +15,8 @@ from distman.collectives._exchange import (
 from distman.collectives._fused import FusedWork, fused_all_reduce
 from distman.collectives._gather import gather_v, scatter_v
 from distman.collectives._headers import (
-    SUMS_OF_NUMBERS as SUMS_OF_NUMBERS,
     refuse_in_sum as refuse_in_sum,
     sum_numbers as sum_numbers,
-    texts_of_all as texts_of_all,
 )
 from distman.collectives._numbers import all_gather_numbers as all_gather_numbers, control_device as control_device
 from distman.collectives._objects import all_gather_objects, broadcast_data, broadcast_if_ddp, gather_objects

@@ -30,7 +30,6 @@ from distman._job.groups.registry import Group
 from distman._torch_internals import (
     awaited,
     collects_batches,
-    despite_traces,
     has_own_operations,
     is_distributed_tensor,
     is_plain,
@@ -43,7 +42,7 @@ from distman._torch_internals import (
 )
 from distman.collectives import _debug
 from distman.collectives._exchange import exchange
-from distman.collectives._numbers import all_gather_numbers, control_device
+from distman.collectives._numbers import all_gather_numbers, all_gather_texts
 from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager
 
@@ -170,30 +169,19 @@ def refuse(
 
 def refuse_in_header(error: Exception, operation: str, group: Group) -> None:
     """Take part in the exchange of sizes with which a call begins, and let it say that this rank refuses."""
-    device = control_device(group, DistributedManager().device)
-    all_gather_numbers([-1, REFUSED, *[0] * (3 + MAX_NDIM)], group, device)
-    tell(refusal_text(error, operation, group), group)
-
-
-@despite_traces
-def tell(text: str, group: Group) -> list[str]:
-    device = control_device(group, DistributedManager().device)
-    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
-    lengths = [length for (length,) in all_gather_numbers([len(mine)], group, device)]
-    found = [mine.new_empty(length) for length in lengths]
-    exchange([mine] * group.size, found, group, "why a rank refuses")
-    return [printable(one.cpu().numpy().tobytes().decode(errors="replace").strip()) for one in found]
+    all_gather_numbers([-1, REFUSED, *[0] * (3 + MAX_NDIM)], group)
+    all_gather_texts(refusal_text(error, operation, group), group)
 
 
 def raise_refusals(group: Group) -> NoReturn:
     """Raise what other ranks refuse, of which a header told."""
-    raise PlanMismatchError("\n".join(filter(None, tell("", group))))
+    raise PlanMismatchError("\n".join(filter(None, map(printable, all_gather_texts("", group)))))
 
 
 def refusal_text(error: Exception, operation: str, group: Group) -> str:
     rank = group.ranks[group.rank]
     return (
-        f"all ranks must pass what messages can carry to {operation}, got a refusal from rank {rank} at {call_site()}. "
+        f"all ranks must be able to take part in {operation}, got a refusal from rank {rank} at {call_site()}. "
         f"Correct it there; the group stays usable. {type(error).__name__}: {error}"
     )
 

@@ -115,10 +115,10 @@ def _exchange(
         raise
 
 
-def begin_sum(message: torch.Tensor, group: Group, what: str) -> Callable[[], torch.Tensor]:
-    """Begin to add up small contiguous messages, and return what waits for the sum, maybe in the message."""
+def begin_sum(message: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
+    """Begin to add up the first messages of a call, and return what waits for the sum, maybe in the message."""
     check_all_run_here(group.ranks, "the backward pass of a collective")
-    announce(group, what)
+    announce(group, "the first message")
     with ClosedByErrors(group):
         finish = transport_of(group, message.device).begin_sum(message)
     return _closing(group, finish)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
-from distman._base.text import printable
 from distman._coordination.wait_scope import traceable_collective
 from distman._job.groups.registry import Group, process_group_of
 from distman._torch_internals import (
@@ -29,24 +26,15 @@ from distman.collectives._all_reduce import sum_in_rank_order
 from distman.collectives._border import carried, refuse
 from distman.collectives._exchange import begin_all_reduce, begin_sum
 from distman.collectives._fused_layout import OPERATIONS, Layout, find_layout, kind_of, stack_alike
-from distman.collectives._headers import (
-    HEADER_WORDS,
-    MESSAGE_WORDS,
-    is_signed_by_all,
-    refuse_in_sum,
-    signed_message,
-    texts_of_all,
-)
+from distman.collectives._headers import HEADER_WORDS, MESSAGE_WORDS, check_signed, refuse_in_sum, signed_message
 from distman.collectives._numbers import control_device
 from distman.collectives._result_memory import new_empty
 from distman.collectives._structure import Rebuild, flatten
 from distman.collectives._transport import carrier_of, reaches_all
 from distman.collectives._validation import GroupLike, has_tangent, resolve_group
-from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager
 
 T = TypeVar("T")
-_FIRST_MESSAGE = "the first message"
 
 
 @overload
@@ -88,10 +76,7 @@ def fused_all_reduce(
     Collective. Blocking unless ``async_op``. Differentiable for sums and averages: gradients, and the tangents of
     forward mode, are reduced alike.
 
-    Up to 4 kB of data travel in one message together with a signature of keys, shapes and dtypes, by which ranks that
-    differ are found; more data follow that message. For tensors on a GPU the message is one of the CPU, where the group
-    has a backend for it, and all data follow: the host waits for the other ranks, not for its GPU. Under
-    :func:`torch.compile` the ranks are not compared.
+    Ranks that differ in keys, shapes or dtypes are found, except under :func:`torch.compile`.
 
     Args:
         tensors: A tensor, or a list, tuple, mapping or TensorDict of tensors, nested too. Ranks may hold the keys of
@@ -131,8 +116,7 @@ def fused_all_reduce(
     except (TypeError, ValueError) as error:
         if not DistributedManager.is_initialized():
             raise
-        tell_others = functools.partial(refuse_in_sum, _FIRST_MESSAGE)
-        refuse(error, "fused_all_reduce", resolve_group(group), tell_others)
+        refuse(error, "fused_all_reduce", resolve_group(group), refuse_in_sum)
     values, layout, rebuild, members = call.values, call.layout, call.rebuild, call.group
     _debug.compare("fused_all_reduce", members, op=layout.operation, tensors=layout.text, grad=call.needs_grad)
     if async_op:
@@ -258,7 +242,12 @@ def _reduce_later(values: Sequence[torch.Tensor], layout: Layout, group: Group) 
     if group.size == 1:
         return finish(), FusedWork(None)
     results = [value.clone(memory_format=torch.contiguous_format) for value in values]
-    return results, FusedWork(lambda: _fill(results, finish()))
+
+    def fill() -> None:
+        for result, value in zip(results, finish(), strict=True):
+            result.copy_(value)
+
+    return results, FusedWork(fill)
 
 
 @outside_graphs
@@ -267,74 +256,36 @@ def _launch(
 ) -> Callable[[], list[torch.Tensor]]:
     """Send what can be sent at once, and return what waits for the results."""
     if group.size == 1:
-        return lambda: layout.unpack(_own(buffer, layout))
+        return lambda: layout.unpack(_own(buffer, layout), 1)
     place = control_device(group, layout.device)  # not a GPU's, which the host would have to wait for
     message = signed_message(layout.text, place).clone()
     end = HEADER_WORDS + layout.num_words
     room = message[HEADER_WORDS:end] if layout.is_sum and place == layout.device and end <= MESSAGE_WORDS else None
     if room is not None:
         room.copy_(layout.to_words(buffer))
-    elif is_async or not _goes_through_memory(layout, group):
-        message[HEADER_WORDS] = 1  # then it does on no rank
-    finish_message = begin_sum(message, group, _FIRST_MESSAGE)
+    elif is_async or not (layout.is_sum and layout.device.type == "cpu" and reaches_all(group, layout.device)):
+        message[HEADER_WORDS] = 1  # then no rank sums the data by exchanges within its host
+    finish_message = begin_sum(message, group)
 
     def finish_room() -> list[torch.Tensor]:
         total = finish_message()
-        _check(total, layout, group)
-        return layout.unpack(_averaged(layout.from_words(total[HEADER_WORDS:end]), layout, group))
+        check_signed(total, layout.text, group)
+        return layout.unpack(layout.from_words(total[HEADER_WORDS:end]), group.size)
 
     if room is not None:
         return finish_room
     signed = finish_message()
-    _check(signed, layout, group)
+    check_signed(signed, layout.text, group)
     if signed[HEADER_WORDS] == 0:
         total = sum_in_rank_order(buffer, group)
-        return lambda: layout.unpack(_averaged(total, layout, group))
+        return lambda: layout.unpack(total, group.size)
     buffer = _own(buffer, layout)
     finish_buffer = begin_all_reduce(buffer, layout.reduce_op, group)
-    return lambda: layout.unpack(_averaged(finish_buffer(), layout, group))
+    return lambda: layout.unpack(finish_buffer(), group.size)
 
 
 def _own(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
     return new_empty(buffer, buffer.shape).copy_(buffer) if layout.is_sent_as_it_is else buffer
-
-
-def _goes_through_memory(layout: Layout, group: Group) -> bool:
-    """Return whether this rank can sum the data by exchanges within its host, and gains by it."""
-    return layout.is_sum and layout.device.type == "cpu" and reaches_all(group, layout.device)
-
-
-def _check(message: torch.Tensor, layout: Layout, group: Group) -> None:
-    if is_signed_by_all(message[:HEADER_WORDS].tolist(), group.size):
-        return
-    texts = texts_of_all(layout.text, group)
-    rows = [f"  rank {rank}: {_describe(text, texts)}" for rank, text in zip(group.ranks, texts, strict=True)]
-    raise PlanMismatchError(
-        "all ranks must bring the same keys, shapes, dtypes and operation to fused_all_reduce. They bring:\n"
-        + "\n".join(rows)
-    )
-
-
-def _describe(text: str, texts: Sequence[str]) -> str:
-    """Return what one rank brings that not all ranks bring."""
-    operation, dtype, rows = json.loads(text)
-    common = set.intersection(*({json.dumps(row) for row in json.loads(other)[2]} for other in texts))
-    own = [
-        f"{path or 'the tensor'} {shape} {kind}"
-        for path, shape, kind in rows
-        if json.dumps([path, shape, kind]) not in common
-    ]
-    among = f", among them {', '.join(own[:8])}" if own else ""
-    return printable(f"{operation} in {dtype} of {len(rows)} tensors{among}")
-
-
-def _averaged(total: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:
-    return total / group.size if layout.operation == "avg" else total
-
-
-def _fill(results: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for result, value in zip(results, values, strict=True):
-        result.copy_(value)
 
 
 class _FusedAllReduce(EagerFunction):
@@ -369,7 +320,7 @@ def _still_carried(values: tuple[torch.Tensor, ...], layout: Layout, group: Grou
         return tuple(carried(value, None, f"gradient{row[0]}") for value, row in zip(values, layout.rows, strict=True))
     except (TypeError, ValueError) as error:
         with untraced():
-            refuse_in_sum(_FIRST_MESSAGE, error, "a backward pass of fused_all_reduce", group)
+            refuse_in_sum(error, "a backward pass of fused_all_reduce", group)
         raise
 
 
@@ -390,7 +341,7 @@ def _reduce_traced(values: Sequence[torch.Tensor], layout: Layout, group: Group)
     process_group = process_group_of(group)
     if process_group is not None:
         buffer = all_reduce_traced(buffer, "sum" if layout.is_sum else layout.operation, process_group)
-    return layout.unpack(_averaged(buffer, layout, group))
+    return layout.unpack(buffer, group.size)
 
 
 def name_of(op: Any) -> str:

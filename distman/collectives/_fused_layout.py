@@ -105,8 +105,10 @@ class Layout:
         whole: torch.Tensor = low + (middle << _SHIFTS[1]) + (high << _SHIFTS[2])
         return whole.to(self.dtype)
 
-    def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return new tensors with the contents of the buffer, or with the buffer itself if it is sent as it is."""
+    def unpack(self, buffer: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
+        """Return new tensors with what the ranks' buffers were reduced to, or that itself if it is sent as it is."""
+        if self.operation == "avg" and num_ranks > 1:
+            buffer = buffer / num_ranks
         if self.is_sent_as_it_is:
             return [buffer.view(self.rows[0][1]).detach()]  # no view, so that it may be changed in place
         if self.is_uniform:

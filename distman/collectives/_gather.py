@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,19 +13,9 @@ from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
 from distman._torch_internals import EagerFunction, traced_by, untraced
 from distman.collectives import _debug
-from distman.collectives._border import (
-    DTYPES,
-    MAX_NDIM,
-    REFUSED,
-    carried,
-    raise_refusals,
-    refusal_text,
-    refuse,
-    still_carried,
-    tell,
-)
+from distman.collectives._border import DTYPES, MAX_NDIM, REFUSED, carried, raise_refusals, refusal_text, still_carried
 from distman.collectives._exchange import LinearFunction, exchange, layout_of
-from distman.collectives._numbers import broadcast_numbers, control_device
+from distman.collectives._numbers import all_gather_texts, broadcast_numbers
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     GroupLike,
@@ -40,16 +29,10 @@ from distman.collectives._validation import (
 )
 from distman.manager import DistributedManager
 
-_NO_HEADER = [-1] * (4 + MAX_NDIM)
-
 
 @collective
 def gather_v(
-    tensor: torch.Tensor,
-    sizes: Sequence[int] | None = None,
-    dim: int = 0,
-    dst: int = 0,
-    group: GroupLike = None,
+    tensor: torch.Tensor, sizes: Sequence[int] | None = None, dim: int = 0, dst: int = 0, group: GroupLike = None
 ) -> torch.Tensor:
     """Concatenate the shards of all ranks along ``dim`` on one rank, in rank order.
 
@@ -90,11 +73,7 @@ def gather_v(
 
 @collective
 def scatter_v(
-    tensor: torch.Tensor | None,
-    sizes: Sequence[int],
-    dim: int = 0,
-    src: int = 0,
-    group: GroupLike = None,
+    tensor: torch.Tensor | None, sizes: Sequence[int], dim: int = 0, src: int = 0, group: GroupLike = None
 ) -> torch.Tensor:
     """Hand out the slices of one rank's full tensor along ``dim``, in rank order.
 
@@ -114,9 +93,9 @@ def scatter_v(
 
     Raises:
         TypeError: The tensor is a DTensor, or of another class that messages do not carry.
-        ValueError: On every rank: sizes, dim or the tensor on ``src`` do not fit. On this rank: the group does not.
-        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
-            was given what messages cannot carry.
+        ValueError: Sizes, dim, group, or the tensor on ``src`` do not fit.
+        PlanMismatchError: On the other ranks: the tensor on ``src`` does not fit, or is one that messages cannot carry.
+            On every rank that waits, in debug mode on all: the ranks call differently.
 
     Example on two ranks:
         >>> full = torch.arange(5) if rank == 0 else None
@@ -125,28 +104,25 @@ def scatter_v(
         [[0, 1, 2], [3, 4]]
     """
     members = resolve_group(group)
-    tensor = _given(tensor, src, members)
     _debug.compare("scatter_v", members, dim=dim, sizes=sizes, src=src)
     check_member("src", src, members)
     sizes = check_sizes(sizes, members)
-    device = tensor.device if isinstance(tensor, torch.Tensor) else DistributedManager().device
-    header, problem = _NO_HEADER, None
-    if members.rank == src:
-        try:
+    header, problem = [REFUSED, *[0] * (3 + MAX_NDIM)], None
+    try:
+        tensor = carried(tensor, members) if isinstance(tensor, torch.Tensor) else tensor
+        if members.rank == src:
             header = _describe(tensor, sizes, dim)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            problem = error  # raised below, when the others know that there is one
+    except (TypeError, ValueError, NotImplementedError) as error:
+        problem = error  # raised below on the source, when the others know that there is one
+        tensor = None
     with untraced() if traced_by() else contextlib.nullcontext():
-        dtype, needs_grad, axis, ndim, *shape = broadcast_numbers(header, src, members, control_device(members, device))
-    if problem is not None:
-        raise problem
+        dtype, needs_grad, axis, ndim, *shape = broadcast_numbers(header, src, members)
     if dtype == REFUSED:
-        raise_refusals(members)
-    if dtype < 0:
-        raise ValueError(
-            f"the tensor on rank {members.ranks[src]} must fit sizes {sizes} and dim {dim}, got one that cannot be "
-            "sent. See that rank's error."
-        )
+        if members.rank != src or problem is None:
+            raise_refusals(members)
+        all_gather_texts(refusal_text(problem, "scatter_v", members), members)
+        raise problem
+    device = tensor.device if isinstance(tensor, torch.Tensor) else DistributedManager().device
     if members.rank == src and tensor is not None:
         full = tensor
     else:
@@ -216,23 +192,6 @@ class _Receiver(EagerFunction):
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
         shape, dtype, device = ctx.like
         return torch.zeros(shape, dtype=dtype, device=device), None
-
-
-def _given(tensor: torch.Tensor | None, src: int, group: Group) -> torch.Tensor | None:
-    """Return what was passed: on ``src`` what messages can carry, elsewhere None if it is no such tensor."""
-    is_source = group.rank == src
-    try:
-        return carried(tensor, group) if isinstance(tensor, torch.Tensor) else tensor
-    except (TypeError, ValueError) as error:
-        if is_source:
-            refuse(error, "scatter_v", group, functools.partial(_refuse_in_header, src))
-        return None
-
-
-def _refuse_in_header(src: int, error: Exception, operation: str, group: Group) -> None:
-    header = [REFUSED, *_NO_HEADER[1:]]
-    broadcast_numbers(header, src, group, control_device(group, DistributedManager().device))
-    tell(refusal_text(error, operation, group), group)
 
 
 def _onto_graph(empty: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:

@@ -7,25 +7,30 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from distman._coordination.tracking import current_wait
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group, process_group_of
+from distman._torch_internals import despite_traces
 from distman.collectives._exchange import ClosedByErrors, announce, exchange
 from distman.errors import PlanMismatchError
+from distman.manager import DistributedManager
 
 _MAX_NUMBERS = 24  # broadcast by any call: then messages of calls that differ are of one length
 _PART_BYTES = 2**24  # of a broadcast through memory: smaller parts cost more messages, larger ones more waiting
 
 
-def control_device(group: Group, device: torch.device) -> torch.device:
-    """Return the device on which small messages about tensors of ``device`` travel: the CPU where the group can."""
-    return device if group.device_types and "cpu" not in group.device_types else torch.device("cpu")
+def control_device(group: Group, device: torch.device | None = None) -> torch.device:
+    """Return where small messages about tensors of ``device`` are: on the CPU if the group can send them from there."""
+    if not group.device_types or "cpu" in group.device_types:
+        return torch.device("cpu")
+    return device or DistributedManager().device
 
 
 @collective
-def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
+def all_gather_numbers(numbers: Sequence[int], group: Group) -> list[list[int]]:
     if group.size == 1:
         return [list(numbers)]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    mine = torch.tensor(numbers, dtype=torch.int64, device=control_device(group))
     full = mine.new_empty(group.size, len(numbers))
     exchange([mine] * group.size, full.unbind(), group, f"{len(numbers)} numbers")
     rows: list[list[int]] = full.tolist()
@@ -33,13 +38,29 @@ def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.devic
 
 
 @collective
-def broadcast_numbers(numbers: Sequence[int], src: int, group: Group, device: torch.device) -> list[int]:
+@despite_traces
+def all_gather_texts(text: str, group: Group) -> list[str]:
+    """Return what each rank says, though these come from different calls."""
+    if group.size == 1:
+        return [text]
+    wait = current_wait()
+    if wait is not None:
+        wait.note = "what each rank brings"
+    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(control_device(group))
+    found = [mine.new_empty(length) for (length,) in all_gather_numbers([len(mine)], group)]
+    exchange([mine] * group.size, found, group, "texts")
+    return [one.cpu().numpy().tobytes().decode(errors="replace").strip() for one in found]
+
+
+@collective
+def broadcast_numbers(numbers: Sequence[int], src: int, group: Group) -> list[int]:
     """Return the numbers of one rank of the group on all of them; all bring as many."""
     if group.size == 1:
         return list(numbers)
     call, sign = announce(group, f"from group rank {src}")
     numbers = list(numbers) if group.rank == src else [0] * len(numbers)
-    message = torch.tensor([sign, *numbers, *[0] * (_MAX_NUMBERS - len(numbers))], dtype=torch.int64, device=device)
+    filling = [0] * (_MAX_NUMBERS - len(numbers))
+    message = torch.tensor([sign, *numbers, *filling], dtype=torch.int64, device=control_device(group))
     broadcast(message, src, group)
     found, *received = message.tolist()
     if found != sign:

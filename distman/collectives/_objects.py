@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import json
 import pickle
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import MalformedMessageError, decode
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
 from distman._torch_internals import despite_traces
@@ -22,20 +19,22 @@ from distman.collectives._border import pickled
 from distman.collectives._exchange import exchange
 from distman.collectives._numbers import (
     all_gather_numbers,
+    all_gather_texts,
     broadcast,
     broadcast_numbers,
     broadcast_parts,
     control_device,
 )
 from distman.collectives._result_memory import new_empty
-from distman.collectives._sealing import ForeignPickleError, Seal
+from distman.collectives._sealing import Seal
 from distman.collectives._transport import reaches_all
 from distman.collectives._validation import GroupLike, check_member, resolve_group
 from distman.manager import DistributedManager
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 _LEAST_IN_PARTS = 2**20  # bytes: from here on memory goes to ranks of this host in parts
-_LENGTH_BYTES = 8  # of how long the specs are
 _LARGE_BYTES = 65_536  # from here on memory travels by itself: copying it into the message would cost more
 
 
@@ -73,27 +72,31 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
     check_member("src", src, members)
     if members.size == 1:
         return data
-    device = control_device(members, DistributedManager().device)
+    device = control_device(members)
     is_source = members.rank == src
     seal = Seal(members)
-    payload, error = _pack(data) if is_source else (_Payload(), None)
-    text = seal.put_on(payload.to_bytes()) if payload.pickle else b""
+    packed, error = _attempt(_pack, data, seal) if is_source else (None, None)
+    text, memories = packed or (b"", [])
     goes_in_parts = is_source and reaches_all(members, torch.device("cpu"))
-    length, in_parts = broadcast_numbers([len(text), goes_in_parts], src, members, device)
+    length, in_parts = broadcast_numbers([len(text), goes_in_parts], src, members)
     message = _to_bytes(text, device) if is_source else _room(length, device)
     broadcast(message, src, members)
     if not is_source and length:
-        payload, error = _open(message, seal, src)
-    _raise_everywhere(error, members, device)
-    for memory in payload.memories:
+        opened, error = _attempt(_open, _to_text(message), seal, src)
+        text, memories = opened or (b"", [])
+    _raise_everywhere(error, members)
+    for memory in memories:
         if in_parts and memory.device.type == "cpu" and memory.numel() >= _LEAST_IN_PARTS:
             broadcast_parts(memory, src, members)
-        else:
-            _broadcast_memory(memory, src, members, device)
-    if not is_source:
-        data, error = _unpickle(payload.pickle, payload.memories)
-    _raise_everywhere(error, members, device)
-    return data
+        elif memory.device.type in members.device_types:
+            broadcast(memory, src, members)
+        else:  # by way of a device that the group can reach
+            staged = memory.to(device)
+            broadcast(staged, src, members)
+            memory.copy_(staged)
+    received, error = (data, None) if is_source else _attempt(_unpickle, text, memories)
+    _raise_everywhere(error, members)
+    return cast("T", received)
 
 
 def broadcast_if_ddp(data: T, src: int = 0) -> T:
@@ -180,34 +183,20 @@ def all_gather_objects(data: T, group: GroupLike = None) -> list[T]:
 def _collect(data: T, group: Group, receivers: Sequence[int]) -> list[T] | None:
     if group.size == 1:
         return [data]
-    device = control_device(group, DistributedManager().device)
+    device = control_device(group)
     seal = Seal(group)
-    payload, error = _pack(data, is_whole=True)
-    text = seal.put_on(payload.pickle) if payload.pickle else b""
-    lengths = [length for (length,) in all_gather_numbers([len(text)], group, device)]
-    mine = _to_bytes(text, device)
+    packed, error = _attempt(_pack, data, seal, is_whole=True)
+    mine = _to_bytes(packed[0] if packed else b"", device)
+    lengths = [length for (length,) in all_gather_numbers([len(mine)], group)]
     receives = group.rank in receivers
     buffers = [_room(length if receives else 0, device) for length in lengths]
     exchange([mine if rank in receivers else mine[:0] for rank in range(group.size)], buffers, group)
-    found: list[Any] = []
-    for rank, buffer in enumerate(buffers if receives and error is None else ()):
-        is_here = rank == group.rank or not buffer.numel()
-        item, failed = (data, None) if is_here else _unseal_and_unpickle(_to_text(buffer), seal, rank)
-        error = error or failed
-        found.append(item)
-    _raise_everywhere(error, group, device)
+    found: list[Any] = [data] * group.size if receives else []
+    for rank, buffer in enumerate(buffers if receives else ()):
+        if error is None and rank != group.rank and buffer.numel():
+            found[rank], error = _attempt(_unseal, _to_text(buffer), seal, rank)
+    _raise_everywhere(error, group)
     return found if receives else None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Payload:
-    pickle: bytes = b""  # empty where pickling failed
-    memories: Sequence[torch.Tensor] = ()  # of tensors that were left out of it, as bytes
-    specs: bytes = b""  # size and place of these memories, as JSON
-
-    def to_bytes(self) -> bytes:
-        """Return the specs and the pickle, which needs to be sealed as one."""
-        return len(self.specs).to_bytes(_LENGTH_BYTES, "big") + self.specs + self.pickle
 
 
 class _Pickler(StoragePickler):
@@ -257,70 +246,50 @@ class _Unpickler(pickle.Unpickler):
         return self._made[number]
 
 
-def _pack(data: object, *, is_whole: bool = False) -> tuple[_Payload, Exception | None]:
-    """Return the payload, empty where pickling failed, and why it did."""
+def _attempt(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R | None, Exception | None]:
+    """Return what a function returns, or else its error: whatever a program's object raises is raised on all ranks."""
+    try:
+        return function(*args, **kwargs), None
+    except Exception as error:  # noqa: BLE001 - as above
+        return None, error
+
+
+def _pack(data: object, seal: Seal, *, is_whole: bool = False) -> tuple[bytes, list[torch.Tensor]]:
+    """Return the sealed pickle, and the memories that were left out of it."""
     file = io.BytesIO()
     pickler = _Pickler(file, is_whole=is_whole)
-    try:
-        pickler.dump(data)
-    except Exception as error:  # noqa: BLE001 - whatever a program's object raises is raised on all ranks
-        return _Payload(), error
-    specs = [[memory.numel(), memory.device.type == "cpu"] for memory in pickler.memories]
-    return _Payload(file.getvalue(), pickler.memories, json.dumps(specs).encode()), None
+    pickler.dump(data)
+    if is_whole:
+        return seal.put_on(file.getvalue()), []
+    specs = [(memory.numel(), memory.device.type == "cpu") for memory in pickler.memories]
+    return seal.put_on(pickle.dumps((specs, file.getvalue()))), pickler.memories
 
 
-def _open(message: torch.Tensor, seal: Seal, src: int) -> tuple[_Payload, Exception | None]:
-    """Return the payload with room for its memories, or why there is none."""
-    try:
-        text = seal.take_off(_to_text(message), src)
-        start = _LENGTH_BYTES + int.from_bytes(text[:_LENGTH_BYTES], "big")
-        specs = decode(text[_LENGTH_BYTES:start], list[tuple[int, bool]], f"where tensors of rank {src} are")
-        memories = [
-            _room(num_bytes, torch.device("cpu") if is_on_cpu else DistributedManager().device)
-            for num_bytes, is_on_cpu in specs
-        ]
-    except (RuntimeError, MemoryError, ForeignPickleError, MalformedMessageError) as error:
-        return _Payload(), error
-    return _Payload(text[start:], memories), None
+def _open(sealed: bytes, seal: Seal, src: int) -> tuple[bytes, list[torch.Tensor]]:
+    """Return the pickle, and room for its memories."""
+    specs, text = _unseal(sealed, seal, src)
+    devices = [torch.device("cpu") if is_on_cpu else DistributedManager().device for _, is_on_cpu in specs]
+    return text, [_room(num_bytes, device) for (num_bytes, _), device in zip(specs, devices, strict=True)]
 
 
-def _unseal_and_unpickle(sealed: bytes, seal: Seal, src: int) -> tuple[Any, Exception | None]:
-    try:
-        text = seal.take_off(sealed, src)
-    except ForeignPickleError as error:
-        return None, error
-    return _unpickle(text, [])
+def _unseal(sealed: bytes, seal: Seal, src: int) -> Any:
+    return _unpickle(seal.take_off(sealed, src), [])
 
 
-def _unpickle(text: bytes, memories: Sequence[torch.Tensor]) -> tuple[Any, Exception | None]:
-    try:
-        return _Unpickler(io.BytesIO(text), memories).load(), None
-    except Exception as error:  # noqa: BLE001 - whatever a program's object raises is raised on all ranks
-        return None, error
+def _unpickle(text: bytes, memories: Sequence[torch.Tensor]) -> Any:
+    return _Unpickler(io.BytesIO(text), memories).load()
 
 
-def _broadcast_memory(memory: torch.Tensor, src: int, group: Group, device: torch.device) -> None:
-    """Fill a tensor of bytes with what it holds on ``src``; by way of a device that the group can reach."""
-    is_reached = memory.device.type in group.device_types
-    staged = memory if is_reached else memory.to(device)
-    broadcast(staged, src, group)
-    if not is_reached:
-        memory.copy_(staged)
-
-
-def _raise_everywhere(error: Exception | None, group: Group, device: torch.device) -> None:
+def _raise_everywhere(error: Exception | None, group: Group) -> None:
     """Go on only if no rank of the group brings an error; else raise it there, and on the others what it was."""
-    failed = [rank for rank, (flag,) in enumerate(all_gather_numbers([error is not None], group, device)) if flag]
+    failed = [rank for rank, (flag,) in enumerate(all_gather_numbers([error is not None], group)) if flag]
     if not failed:
         return
-    record = FailureRecord.of(error, group.ranks[group.rank]) if error is not None else None
-    text = record.to_json().encode() if record is not None else b""
-    (length,) = broadcast_numbers([len(text)], failed[0], group, device)
-    message = _to_bytes(text, device) if group.rank == failed[0] else _room(length, device)
-    broadcast(message, failed[0], group)
+    record = FailureRecord.of(error, group.ranks[group.rank]).to_json() if error is not None else ""
+    texts = all_gather_texts(record, group)
     if error is not None:
         raise error
-    raise FailureRecord.decoded(_to_text(message), f"why rank {group.ranks[failed[0]]} failed").to_error()
+    raise FailureRecord.decoded(texts[failed[0]].encode(), f"why rank {group.ranks[failed[0]]} failed").to_error()
 
 
 def _room(length: int, device: torch.device) -> torch.Tensor:

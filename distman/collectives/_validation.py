@@ -23,7 +23,7 @@ from distman.collectives._border import (
     refuse_beside,
     refuse_in_header,
 )
-from distman.collectives._numbers import all_gather_numbers, control_device
+from distman.collectives._numbers import all_gather_numbers
 from distman.manager import DistributedManager
 from distman.topology import is_whole_number
 
@@ -180,7 +180,7 @@ def _exchange_shapes(operation: str, tensor: torch.Tensor, dim: int, group: Grou
         dim, problem = -1, error
     shape = [*tensor.shape, *[-1] * (MAX_NDIM - tensor.ndim)]
     mine = [dim, DTYPES.index(tensor.dtype), tensor.ndim, int(has_tangent(tensor)), int(_needs_grad(tensor)), *shape]
-    rows = all_gather_numbers(mine, group, control_device(group, tensor.device))
+    rows = all_gather_numbers(mine, group)
     if REFUSED in [row[1] for row in rows]:
         raise_refusals(group)
     if problem is not None:

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from distman._base.log import logger
 from distman._coordination.wait_scope import collective
 from distman._torch_internals import tree_leaves
-from distman.collectives import all_gather_numbers, broadcast_data, control_device, sum_numbers
+from distman.collectives import all_gather_numbers, broadcast_data, sum_numbers
 from distman.data import (
     TrainingLoader,
     generators_preserved,
@@ -35,7 +35,7 @@ from distman.data import (
     set_states_of,
     states_of,
 )
-from distman.errors import DistmanError, PlanMismatchError
+from distman.errors import DistmanError
 from distman.manager import DistributedManager
 
 NumSamples = Callable[[Any], int]
@@ -330,20 +330,15 @@ def _checksum(batch: Any) -> int:
 @collective
 def _exchange(*numbers: int) -> list[list[int]]:
     members = DistributedManager().resolve_group(None)
-    return all_gather_numbers(numbers, members, control_device(members, DistributedManager().device))
+    return all_gather_numbers(numbers, members)
 
 
 @collective
 def _sum_samples(number: int) -> int:
     """Return the sum of the ranks' numbers, by one operation of the backend."""
     members = DistributedManager().resolve_group(None)
-    sums = sum_numbers([number], "samples of a step", members, control_device(members, DistributedManager().device))
-    if sums is None:
-        raise PlanMismatchError(
-            "all ranks must exchange their numbers of samples now, but some sum something else. Let all ranks train "
-            "with loaders of one kind; DISTMAN_DEBUG=1 shows where they part."
-        )
-    return int(sums[0])
+    (total,) = sum_numbers([number], "the next step of a training", ["number of samples"], members)
+    return int(total)
 
 
 def _drawn_lengths(batches: Any) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from distman._coordination.sections import ExclusiveSections
 from distman._job.meeting.join_record import JoinRecord, Origin
 from distman._job.meeting.membership import _Verdict
 from distman._job.meeting.peers import complete, describe_present, find_faults
-from distman.collectives._fused import _describe
+from distman.collectives._headers import describe
 from distman.errors import DistmanError
 from distman.executor._device_worker import DeviceWorker
 from distman.testing._messages import RankReport, RankStatus
@@ -173,8 +173,8 @@ def report_of_tests(text):
 
 
 def keys_that_differ(text):
-    texts = [json.dumps(["avg", text, [[name, text, text]]]) for name in (text, "b")]
-    return _describe(texts[0], texts)
+    brought = [["avg", text, [[name, text, text]]] for name in (text, "b")]
+    return describe(brought[0], brought)
 
 
 def malformed_message(text):

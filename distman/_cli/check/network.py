@@ -150,8 +150,7 @@ def _answer(manager: DistributedManager) -> None:
 
 
 def _clock_message(manager: DistributedManager) -> torch.Tensor:
-    device = control_device(manager.resolve_group(None), manager.device)
-    return torch.zeros(1, dtype=torch.float64, device=device)
+    return torch.zeros(1, dtype=torch.float64, device=control_device(manager.resolve_group(None)))
 
 
 def _shortest_trip(pair: tuple[int, int], num_bytes: int, num_trips: int, manager: DistributedManager) -> float:
