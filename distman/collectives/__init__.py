@@ -12,7 +12,7 @@ from distman.collectives._exchange import (
     SendBuffers as SendBuffers,
     exchange as exchange,
 )
-from distman.collectives._fused import FusedWork, fused_all_reduce
+from distman.collectives._fused import FusedWork, fused_all_reduce, taken_apart as taken_apart
 from distman.collectives._gather import gather_v, scatter_v
 from distman.collectives._headers import (
     refuse_in_sum as refuse_in_sum,

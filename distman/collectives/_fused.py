@@ -147,7 +147,7 @@ def _prepare(
     is_async: bool,
 ) -> _Prepared:
     paths, values, rebuild = flatten(tensors)
-    operation = name_of(op)
+    operation = _name_of(op)
     if buffer_dtype is not None and not isinstance(buffer_dtype, torch.dtype):
         raise TypeError(f"buffer_dtype must be a torch.dtype or None, got {buffer_dtype!r}. Pass torch.float64, say.")
     place = torch.device(device) if device is not None else values[0].device if values else None
@@ -344,7 +344,15 @@ def _reduce_traced(values: Sequence[torch.Tensor], layout: Layout, group: Group)
     return layout.unpack(buffer, group.size)
 
 
-def name_of(op: Any) -> str:
+def taken_apart(tensors: Any, op: Any, buffer_dtype: torch.dtype | None) -> tuple[list[torch.Tensor], Rebuild]:
+    """Return what :func:`fused_all_reduce` would reduce, and what makes the like of it; raise what it refuses."""
+    paths, values, rebuild = flatten(tensors)
+    kinds = tuple(kind_of(value) for value in values)
+    find_layout(_name_of(op), buffer_dtype, torch.device("cpu"), paths, kinds, has_tangents=False)
+    return values, rebuild
+
+
+def _name_of(op: Any) -> str:
     if isinstance(op, str) and op.lower() in OPERATIONS:
         return op.lower()
     for name, known in OPERATIONS.items():

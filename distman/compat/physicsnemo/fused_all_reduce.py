@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distman import collectives
-from distman.collectives import GroupLike
-from distman.collectives._fused import name_of
-from distman.collectives._fused_layout import find_layout, kind_of
-from distman.collectives._structure import flatten
+from distman.collectives import GroupLike, taken_apart
 from distman.manager import DistributedManager
 
 __all__ = ["fused_all_reduce"]
@@ -48,9 +45,7 @@ def fused_all_reduce(
     if DistributedManager.is_initialized():
         reduce: Any = collectives.fused_all_reduce  # typed by whether async_op is True, which is not known here
         return reduce(tensors, op=op, group=group, buffer_dtype=buffer_dtype, device=device, async_op=async_op)
-    paths, values, rebuild = flatten(tensors)
-    kinds = tuple(kind_of(value) for value in values)
-    find_layout(name_of(op), buffer_dtype, torch.device("cpu"), paths, kinds, has_tangents=False)  # what cannot be
+    values, rebuild = taken_apart(tensors, op, buffer_dtype)
     results = [value.detach().clone() for value in values]
     if dist.is_initialized():  # a group that other code made, such as a fake one to trace a program with
         results = [_reduced(one, op, group, buffer_dtype) for one in results]
