@@ -18,12 +18,9 @@ from typing import NoReturn
 import torch
 
 from distman._base.text import printable
-from distman._coordination import protocol
-from distman._coordination.messages import decode
 from distman._coordination.monitor.calls import end_waits
 from distman._coordination.monitor.refusals import Posted, Refusal, know
 from distman._coordination.monitor.watcher import is_watching
-from distman._coordination.sync import StoreGroup
 from distman._coordination.tracking import call_site, current_wait
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
@@ -201,35 +198,19 @@ def refuse_beside(error: Exception, operation: str, group: Group) -> None:
     know(group)
     rank, text = group.ranks[group.rank], refusal_text(error, operation, group)
     refusal = Refusal(rank, group.ranks, process_group.group_name, number, text)
-    posted = _ask(refusal, consensus.store_group, consensus.timeout)
-    if any(one.is_closed for one in posted.values()) or len({one.call for one in posted.values() if one.call}) > 1:
+    posted = refusal.ask(consensus.store_group, consensus.timeout)
+    calls = {one.call for one in posted.values() if one.call}
+    if any(one.is_closed for one in posted.values()) or len(calls) > 1:
         end_waits(group)
-    elif any(one.call for one in posted.values()):
+    elif calls:
         group.exchanges.last = number - 1
-        _stand_in(posted, group)
+        _stand_in(calls.pop(), posted, group)
 
 
-def _ask(refusal: Refusal, store_group: StoreGroup, timeout: float) -> dict[int, Posted]:
-    """Return what the other members exchange with this rank, by rank in the world; of those that answer in time."""
-    store = store_group.job_store
-    number = refusal.publish(store)
-    keys = {rank: protocol.refusal_answer(number, rank) for rank in refusal.ranks if rank != refusal.rank}
-
-    def missing() -> list[int]:
-        return [index for index, rank in enumerate(refusal.ranks) if rank in keys and not store.check([keys[rank]])]
-
-    place = f"exchange {refusal.call}"
-    store_group.wait_until(lambda: store.check([*keys.values()]), place=place, awaited=missing, timeout=timeout)
-    answers = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
-    store.delete_keys([protocol.refusal(number), *keys.values()])
-    return {rank: decode(answer, Posted, f"what rank {rank} exchanges") for rank, answer in answers.items()}
-
-
-def _stand_in(posted: dict[int, Posted], group: Group) -> None:
+def _stand_in(call: str, posted: dict[int, Posted], group: Group) -> None:
     """Exchange as many bytes with the others as they wait for."""
     wait = current_wait()
-    text = next(one.call for one in posted.values() if one.call)
-    note, _, what = text.partition(" ")
+    note, _, what = call.partition(" ")
     sizes = [posted.get(rank, Posted()) for rank in group.ranks]
     if wait is not None:
         wait.note = note

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from distman._base.text import Line
 from distman._coordination import protocol, tracking
-from distman._coordination.messages import count, decode_at_once, read_at_once
+from distman._coordination.messages import count, decode, decode_at_once, read_at_once
 from distman._coordination.monitor.calls import Members
 from distman._torch_internals import is_registered
 
 if TYPE_CHECKING:
+    from distman._coordination.sync import StoreGroup
     from distman._store.torch_store import TorchStore
 
 _groups: weakref.WeakValueDictionary[str, Members] = weakref.WeakValueDictionary()
@@ -48,13 +49,23 @@ class Refusal:
     call: int  # its number in the group
     text: Line  # what the others raise
 
-    def publish(self, store: TorchStore) -> int:
-        """Ask the others what they exchange with this rank in the call, and return the number of the question."""
+    def ask(self, store_group: StoreGroup, timeout: float) -> dict[int, Posted]:
+        """Return what the other members exchange with this rank, by rank in the world; of those that answer in time."""
+        store = store_group.job_store
         number = count(store, protocol.REFUSAL_NUMBERS, 1)
+        keys = {rank: protocol.refusal_answer(number, rank) for rank in self.ranks if rank != self.rank}
         store.set(protocol.refusal(number), json.dumps(dataclasses.asdict(self)))
         store.append(protocol.REFUSALS, f"{number},")
         count(store, protocol.NEWS, 1)
-        return number
+
+        def missing() -> list[int]:
+            return [index for index, rank in enumerate(self.ranks) if rank in keys and not store.check([keys[rank]])]
+
+        place = f"exchange {self.call}"
+        store_group.wait_until(lambda: store.check([*keys.values()]), place=place, awaited=missing, timeout=timeout)
+        answers = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+        store.delete_keys([protocol.refusal(number), *keys.values()])
+        return {rank: decode(answer, Posted, f"what rank {rank} exchanges") for rank, answer in answers.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,19 +111,15 @@ def _posted_with(refusal: Refusal) -> Posted | None:
     group = _groups.get(refusal.group)
     if group is None or group.process_group is None or group.exchanges.last < refusal.call:
         return None
-    wait = next((one for one in tracking.waits() if _is_in(one, group, refusal.call)), None)
-    call = wait.call if wait is not None else None
-    if wait is None or call is None:
-        return Posted()
-    wait.refusal = refusal.text
-    if call.pieces is None:
-        call.interrupt()
-        return Posted(is_closed=True)
-    sent, received = call.pieces
-    index = group.ranks.index(refusal.rank)
-    return Posted(call.text, sent[index], received[index])
-
-
-def _is_in(wait: tracking.TrackedWait, group: Members, number: int) -> bool:
-    call = wait.call
-    return call is not None and call.group is group and call.number == number
+    for wait in tracking.waits():
+        call = wait.call
+        if call is None or call.group is not group or call.number != refusal.call:
+            continue
+        wait.refusal = refusal.text
+        if call.pieces is None:
+            call.interrupt()
+            return Posted(is_closed=True)
+        sent, received = call.pieces
+        index = group.ranks.index(refusal.rank)
+        return Posted(call.text, sent[index], received[index])
+    return Posted()
