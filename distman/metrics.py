@@ -12,8 +12,8 @@ from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
 from distman.collectives import (
     GroupLike,
-    _debug,
     check_member,
+    compare_calls,
     refuse,
     refuse_in_sum,
     resolve_group,
@@ -70,7 +70,7 @@ def aggregate_metrics(
     own = {name: cast(_Metric, value) for name, value in sorted(metrics.items()) if hasattr(value, "compute")}
     numbers = {name: cast(_Number, value) for name, value in sorted(metrics.items()) if name not in own}
     values = _taken(numbers, "aggregate_metrics", members)
-    _debug.compare("aggregate_metrics", members)
+    compare_calls("aggregate_metrics", members)
     weights = [0.0 if math.isnan(value) else weight for value in values]
     weighted = [value * its if its else 0.0 for value, its in zip(values, weights, strict=True)]
     sums = sum_numbers([*weighted, *weights], f"aggregate_metrics of {len(numbers)} numbers", [*numbers, *own], members)
@@ -129,7 +129,7 @@ def reduce_loss(
     """
     members = resolve_group(group)
     values = _taken({"loss": loss}, "reduce_loss", members)
-    _debug.compare("reduce_loss", members, dst_rank=dst_rank, mean=mean)
+    compare_calls("reduce_loss", members, dst_rank=dst_rank, mean=mean)
     check_member("dst_rank", dst_rank, members)
     (total,) = sum_numbers(values, f"reduce_loss to rank {dst_rank}, mean {mean}", ["loss"], members)
     if members.rank != dst_rank:

@@ -157,9 +157,9 @@ def refuse(
     with untraced():
         if _debug.is_on() and group.consensus is not None:
             with contextlib.suppress(PlanMismatchError):
-                _debug.compare(operation, group, refused=error)
+                _debug.compare_calls(operation, group, refused=error)
         elif tell_others is not None and group.size > 1:
-            _debug.compare(operation, group)
+            _debug.compare_calls(operation, group)
             tell_others(error, operation, group)
     raise error
 

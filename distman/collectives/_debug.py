@@ -16,7 +16,7 @@ def is_on() -> bool:
     return read_flag(os.environ, _VARIABLE)
 
 
-def compare(operation: str, group: Group, **details: object) -> None:
+def compare_calls(operation: str, group: Group, **details: object) -> None:
     """In debug mode, go on only if all ranks of the group call the same collective in the same way.
 
     It goes over the store, so that ranks which differ cannot hang each other. Without debug mode this only notes the

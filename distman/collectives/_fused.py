@@ -118,7 +118,7 @@ def fused_all_reduce(
             raise
         refuse(error, "fused_all_reduce", resolve_group(group), refuse_in_sum)
     values, layout, rebuild, members = call.values, call.layout, call.rebuild, call.group
-    _debug.compare("fused_all_reduce", members, op=layout.operation, tensors=layout.text, grad=call.needs_grad)
+    _debug.compare_calls("fused_all_reduce", members, op=layout.operation, tensors=layout.text, grad=call.needs_grad)
     if async_op:
         results, work = _reduce_later([value.detach() for value in values], layout, members)
         return rebuild(iter(results)), work

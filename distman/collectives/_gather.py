@@ -104,7 +104,7 @@ def scatter_v(
         [[0, 1, 2], [3, 4]]
     """
     members = resolve_group(group)
-    _debug.compare("scatter_v", members, dim=dim, sizes=sizes, src=src)
+    _debug.compare_calls("scatter_v", members, dim=dim, sizes=sizes, src=src)
     check_member("src", src, members)
     sizes = check_sizes(sizes, members)
     header, problem = [REFUSED, *[0] * (3 + MAX_NDIM)], None

@@ -68,7 +68,7 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
         {'run': 'a7', 'lr': 0.1}
     """
     members = resolve_group(group)
-    _debug.compare("broadcast_data", members, src=src)
+    _debug.compare_calls("broadcast_data", members, src=src)
     check_member("src", src, members)
     if members.size == 1:
         return data
@@ -147,7 +147,7 @@ def gather_objects(data: T, dst: int = 0, group: GroupLike = None) -> list[T] | 
         [[10, 11], None]
     """
     members = resolve_group(group)
-    _debug.compare("gather_objects", members, dst=dst)
+    _debug.compare_calls("gather_objects", members, dst=dst)
     check_member("dst", dst, members)
     return _collect(data, members, [dst])
 
@@ -176,7 +176,7 @@ def all_gather_objects(data: T, group: GroupLike = None) -> list[T]:
         [{'rank': 0, 'files': 3}, {'rank': 1, 'files': 2}]
     """
     members = resolve_group(group)
-    _debug.compare("all_gather_objects", members)
+    _debug.compare_calls("all_gather_objects", members)
     return _collect(data, members, range(members.size)) or []
 
 

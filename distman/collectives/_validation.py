@@ -84,7 +84,7 @@ def check_call(
         details |= {"dtype": tensor.dtype, "shape": f"({', '.join(shape)})"}
         if not unites_grad:
             details["grad"] = _needs_grad(tensor)
-    _debug.compare(operation, group, **details)
+    _debug.compare_calls(operation, group, **details)
     wait = current_wait()
     if wait is not None and not unites_grad:
         wait.note += f" gradient {_needs_grad(tensor)} tangent {has_tangent(tensor)}"

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 # What is imported as itself is for other parts of the package.
 from distman.handler._archive import Preempted, saved_arguments as saved_arguments
-from distman.handler._callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ReplicaCheck
+from distman.handler._callbacks import (
+    Best as Best,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ReplicaCheck,
+)
 from distman.handler._events import Callback
 from distman.handler._history import History
 from distman.handler._nn_handler import NNHandler

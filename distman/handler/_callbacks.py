@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distman.handler._nn_handler import NNHandler
 
 
-class _Best:
+class Best:
     """The best of some values."""
 
     def __init__(self, mode: Literal["min", "max"], min_delta: float) -> None:
@@ -90,7 +90,7 @@ class EarlyStopping(_Monitoring):
         if patience < 1:
             raise ValueError(f"patience must be at least 1, got {patience}. Pass a number of epochs.")
         self._monitor, self._patience = monitor, patience
-        self._best = _Best(mode, min_delta)
+        self._best = Best(mode, min_delta)
         self.num_waited = 0
 
     def _follow(self, handler: NNHandler, value: float | None) -> None:

@@ -14,7 +14,7 @@ from distman import checkpoint
 from distman.compat.nnhandler._checkpoints import with_suffix
 from distman.compat.nnhandler._events import Callback, Logs
 from distman.compat.nnhandler._names import refuse
-from distman.handler import TensorBoardTracker, Tracker, WandbTracker, _callbacks as ours
+from distman.handler import Best, TensorBoardTracker, Tracker, WandbTracker
 
 
 class _Monitoring(Callback):
@@ -22,7 +22,7 @@ class _Monitoring(Callback):
 
     def __init__(self, monitor: str, mode: str, min_delta: float) -> None:
         self.monitor, self.mode = monitor, mode
-        self._best = ours._Best("max" if mode == "max" else "min", min_delta)
+        self._best = Best("max" if mode == "max" else "min", min_delta)
         if mode not in ("min", "max"):
             warnings.warn(f"mode must be 'min' or 'max', got {mode!r}: it is taken for 'min'", stacklevel=3)
 
