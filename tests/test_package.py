@@ -104,6 +104,15 @@ def test_a_private_module_exports_nothing():
     assert {name for name in private if hasattr(importlib.import_module(name), "__all__")} == set()
 
 
+def test_nothing_outside_of_a_public_package_imports_its_private_modules():
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        own = path.relative_to(PACKAGE).parts[0]
+        names = re.findall(r"^ *from (distman\.[\w.]+) import", path.read_text(encoding="utf-8"), re.MULTILINE)
+        wrong += [(str(path), name) for name in names if re.match(rf"distman\.(?!_|{own}\.)\w+\._", name)]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("module_name", modules())
 def test_every_module_says_in_a_sentence_what_it_is(module_name):
     summary = (importlib.import_module(module_name).__doc__ or "").strip().split("\n\n")[0]
