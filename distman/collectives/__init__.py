@@ -12,6 +12,7 @@ from distman.collectives._exchange import (
     LinearFunction as LinearFunction,
     SendBuffers as SendBuffers,
     exchange as exchange,
+    layout_of as layout_of,
 )
 from distman.collectives._fused import FusedWork, fused_all_reduce, taken_apart as taken_apart
 from distman.collectives._gather import gather_v, scatter_v

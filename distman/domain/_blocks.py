@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from distman.collectives import GroupLike, all_gather_v, broadcast_data, gather_v, scatter_v
-from distman.collectives._validation import resolve_group
+from distman.collectives import GroupLike, all_gather_v, broadcast_data, gather_v, resolve_group, scatter_v
 from distman.domain._axes import weighted_sizes
 from distman.topology import split_sizes
 

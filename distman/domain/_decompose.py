@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distman.collectives import all_gather_objects
-from distman.collectives._validation import resolve_group
+from distman.collectives import all_gather_objects, resolve_group
 from distman.domain import _local, _norms
 from distman.domain._axes import layout_of
 from distman.domain._blocks import Dims

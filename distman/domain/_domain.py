@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from distman._coordination.wait_scope import collective
-from distman.collectives import GroupLike, all_gather_v
-from distman.collectives._validation import check_call, resolve_group
+from distman.collectives import GroupLike, all_gather_v, check_call, resolve_group
 from distman.domain._axes import Axis, Layout, layout_of, set_layout
 from distman.domain._fetch import Fetch
 from distman.domain._guard import Guard

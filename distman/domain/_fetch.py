@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from distman._job.groups.registry import Group
-from distman.collectives._border import still_carried
-from distman.collectives._exchange import LinearFunction, exchange, layout_of
-from distman.collectives._result_memory import new_empty
+from distman.collectives import LinearFunction, exchange, layout_of, new_empty, still_carried
 from distman.domain._windows import Run, Runs, Windows, gaps, plan
 
 _IN_FLOAT32 = (torch.float16, torch.bfloat16)

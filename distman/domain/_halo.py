@@ -9,11 +9,10 @@ import torch
 
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
-from distman.collectives import GroupLike
-from distman.collectives._validation import check_call, check_sizes, normalize_dim, resolve_group, shard_sizes
+from distman.collectives import GroupLike, check_call, check_sizes, normalize_dim, resolve_group, shard_sizes
 from distman.domain._fetch import Deposit, Fetch
 from distman.domain._windows import BOUNDARIES, Boundary, Windows, halo_windows, longest_halo
-from distman.topology._partition import is_whole_number
+from distman.topology import is_whole_number
 
 Halo = int | tuple[int, int]
 
