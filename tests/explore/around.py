@@ -4,6 +4,7 @@ A function gets the steps of the work, in each of which a failure may arrive, an
 """
 
 import asyncio
+import atexit
 import csv
 import gzip
 import logging
@@ -16,8 +17,8 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,18 +167,10 @@ def files_folder() -> Path:
     return Path(os.environ["TMPDIR"]).with_suffix(".files")
 
 
-def broken_files(folder: Path) -> list[str]:
-    """Return those of the files above that are not whole."""
-    checks: dict[str, Callable[[Path], object]] = {
-        "log.txt": lambda path: path.read_text().splitlines()[-1].index("step"),
-        "table.csv": lambda path: path.read_text().splitlines()[-1].index("step"),
-        "rows.pickle": lambda path: pickle.loads(path.read_bytes()),  # noqa: S301 - it is our own
-        "log.gz": lambda path: gzip.decompress(path.read_bytes()).index(b"step"),
-        "parts.zip": check_archive,
-        "numbers.h5": check_numbers,
-    }
+def broken_files(around: str, folder: Path) -> list[str]:
+    """Return those of the files that a program writes that are not whole."""
     found = []
-    for name, check in checks.items():
+    for name, check in FILES.get(around, {}).items():
         try:
             check(folder / name)
         except Exception as error:  # noqa: BLE001 - whatever reads the file raises whatever it likes
@@ -195,12 +188,69 @@ def check_numbers(path: Path) -> None:
         numbers["step 0"]
 
 
+FILES: dict[str, dict[str, Callable[[Path], object]]] = {
+    "files": {
+        "log.txt": lambda path: path.read_text().splitlines()[-1].index("step"),
+        "table.csv": lambda path: path.read_text().splitlines()[-1].index("step"),
+        "rows.pickle": lambda path: pickle.loads(path.read_bytes()),  # noqa: S301 - it is our own
+        "log.gz": lambda path: gzip.decompress(path.read_bytes()).index(b"step"),
+        "parts.zip": check_archive,
+        "numbers.h5": check_numbers,
+    },
+    "with": {"parts.zip": check_archive, "closed.txt": Path.read_text},
+    "exit-handler": {"summary.txt": Path.read_text},
+    "save": {"state.pt": Path.read_bytes},
+}
+
+
 def with_children(steps: Steps) -> None:
     """Have a child that nobody ends if something fails."""
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
     child.start()
     plain(steps)
     child.kill()
+
+
+def in_a_pool(steps: Steps) -> None:
+    """Have workers that are busy, and others whose pool nothing closes but the end of the program."""
+    context = multiprocessing.get_context("fork")
+    kept = context.Pool(1)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        working = pool.submit(time.sleep, 0.5)
+        for step in steps:
+            if working.done():
+                working = pool.submit(time.sleep, 0.5)
+            step()
+    kept.terminate()
+
+
+def in_contexts(steps: Steps) -> None:
+    """Have things around the work that its end, however it comes, must complete."""
+    folder = files_folder()
+    folder.mkdir()
+    with ExitStack() as stack:
+        stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(ThreadPoolExecutor(1)).submit(time.sleep, 1)
+        stack.enter_context(torch.profiler.profile())
+        archive = stack.enter_context(zipfile.ZipFile(folder / "parts.zip", "w"))
+        archive.writestr("parts", "all of them")
+        stack.callback((folder / "closed.txt").write_text, "closed")
+        plain(steps)
+
+
+def with_an_exit_handler(steps: Steps) -> None:
+    """Write a summary at the end, as trackers do."""
+    folder = files_folder()
+    folder.mkdir()
+    atexit.register((folder / "summary.txt").write_text, "summary")
+    plain(steps)
+
+
+def in_a_command(steps: Steps) -> None:
+    """Be a function of click, which ends the program itself."""
+    import click
+
+    click.Command("train", callback=lambda: plain(steps)).main([])
 
 
 def with_a_save(steps: Steps) -> None:
@@ -269,6 +319,10 @@ AROUND: dict[str, Callable[[Steps], None]] = {
     "ddp": in_ddp,
     "files": with_open_files,
     "children": with_children,
+    "pool": in_a_pool,
+    "with": in_contexts,
+    "exit-handler": with_an_exit_handler,
+    "click": in_a_command,
     "save": with_a_save,
     "notebook": in_a_notebook,
 }

@@ -48,6 +48,10 @@ AROUND = (
     "ddp",
     "files",
     "children",
+    "pool",
+    "with",
+    "exit-handler",
+    "click",
     "save",
     "notebook",
     "acknowledge",
@@ -56,6 +60,8 @@ AROUND = (
 
 SWALLOWING = ("bare", "del")  # where the failure is caught, and the program goes on
 BY_NAME = ("notebook", "acknowledge")  # where the failure counts as handled
+WITH_CHILDREN = ("children", "pool")
+COMPARED = ("plain", "with", "exit-handler", "click", "files")  # where no thread may do what another one waits for
 JOINING = ("asyncio", "thread")  # where the program waits for a thread, which may be waiting for the rank that failed
 
 
@@ -115,6 +121,9 @@ FAULTS = {
     "sys.exit(3)": Kind(Effect.RAISES, "ended with exit code 3", places=("start", *IN_THE_LOOP, "end")),
     "sys.exit(1)-in-handler": Kind(Effect.RAISES, "ValueError: boom", places=("start", *IN_THE_LOOP, "end")),
     "raise-and-wait": Kind(Effect.RAISES, "ValueError: boom", places=("collective", "barrier", "save")),
+    "wait-elsewhere": Kind(
+        Effect.RAISES, "two wait for each other in different ones", places=("collective", "barrier", "save")
+    ),
     "os._exit(0)": Kind(Effect.DIES),
     "os._exit(3)": Kind(Effect.DIES),
     "SIGKILL": Kind(Effect.DIES),
@@ -197,6 +206,8 @@ class Case:
         """Return the ranks that a rank may name as those that failed."""
         if self.effects == {Effect.CUT}:
             return {other for other in range(self.ranks) if self.host_of(other) != self.host_of(rank)}
+        if self.is_mismatch:  # two ranks say so, each of both
+            return {*range(self.ranks)}
         return {fault.rank for fault in self.faults if fault.effect is not Effect.NONE}
 
     @property
@@ -212,11 +223,11 @@ class Case:
         limit = until_raised + (SILENCE if is_silent else SHORTEST)
         if self.place == "native":
             limit += NATIVE
-        if self.around == "children":
+        if self.around in WITH_CHILDREN:
             limit += CHILDREN
         if is_silent and self.launcher == "env":
             limit += NATIVE  # a rank of its host stays to end it
-        if self.faults[0].name == "raise-and-wait":
+        if self.faults[0].name in ("raise-and-wait", "wait-elsewhere"):
             limit += WAITING
         if self.around in SWALLOWING:
             limit += GIVING_IN
@@ -233,6 +244,11 @@ class Case:
     @property
     def _is_store_silent(self) -> bool:
         return any(fault.rank == 0 and fault.effect is Effect.SILENT for fault in self.faults)
+
+    @property
+    def is_mismatch(self) -> bool:
+        """Whether a rank waits in something else than the others do."""
+        return self.faults[0].name == "wait-elsewhere"
 
     @property
     def effects(self) -> set[Effect]:
@@ -266,11 +282,12 @@ class Case:
             and (self.hosts == 1 or self.launcher not in OF_MPI or self.ranks % 2 == 0)
             and (self.around == "plain" or self.place in IN_THE_LOOP)
             and (
-                self.around != "children" or self.launcher == "env"
+                self.around not in WITH_CHILDREN or self.launcher == "env"
             )  # else the launcher ends ranks before they end those
             and len({fault.rank for fault in self.faults}) == len(self.faults) < self.ranks
             and all(self._can_happen(fault) for fault in self.faults)
             and not self._is_left_to_torch
+            and not (self.is_mismatch and (self.around not in COMPARED or len(self.faults) > 1))
             and (len(self.faults) == 1 or self.faults[1].name in SECOND_FAULTS)
             and (len(self.faults) == 1 or not self.effects & {Effect.NONE, Effect.CUT, Effect.LEAVES})
         )
@@ -286,7 +303,7 @@ class Case:
         return (
             fault.rank < self.ranks
             and (
-                fault.name != "raise-and-wait" or self.place != "save" or fault.rank == 0
+                fault.name not in ("raise-and-wait", "wait-elsewhere") or self.place != "save" or fault.rank == 0
             )  # who alone is awaited there
             and self.place in kind.places
             and kind.rank in (None, fault.rank)

@@ -92,6 +92,15 @@ def throw_and_wait() -> None:
         DistributedManager().barrier("teardown")
 
 
+def wait_elsewhere() -> None:
+    """Wait for the others in a collective in which they do not take part."""
+    import torch
+
+    from distman.collectives import fused_all_reduce
+
+    fused_all_reduce(torch.ones(2))
+
+
 def in_a_worker(what: Callable[[], object]) -> None:
     import torch.utils.data
 
@@ -230,6 +239,7 @@ ACTIONS: dict[str, Callable[[], object]] = {
     "sys.exit(3)": lambda: sys.exit(3),
     "sys.exit(1)-in-handler": exit_in_a_handler,
     "raise-and-wait": throw_and_wait,
+    "wait-elsewhere": wait_elsewhere,
     "os._exit(0)": lambda: os._exit(0),
     "os._exit(3)": lambda: os._exit(3),
     "SIGKILL": partial(signal_myself, signal.SIGKILL),

@@ -242,16 +242,9 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
             *(f"$TMPDIR/{path.name}" for path in temporary.glob("*") if not path.name.startswith(NOT_OURS)),
             *(str(path) for path in Path("/dev/shm").glob(f"*_{pid}_*") if pid),  # noqa: S108 - that is where they are
         ),
-        broken=_broken(watch.case, temporary.with_suffix(".files")),
+        broken=tuple(broken_files(watch.case.around, temporary.with_suffix(".files"))),
         open=tuple(records.read(rank, "clean").get("descriptors", ())),
     )
-
-
-def _broken(case: Case, folder: Path) -> tuple[str, ...]:
-    if case.around == "files":
-        return tuple(broken_files(folder))
-    is_saved = case.around != "save" or (folder / "state.pt").exists()
-    return () if is_saved else ("state.pt: it is not there",)
 
 
 def _left_behind(case: Case, job: Job, watch: Watch) -> tuple[str, ...]:
