@@ -253,7 +253,9 @@ def test_a_stop_takes_effect_within_a_stream_without_an_end(world_size, tmp_path
     num_steps = stopped.num_steps
     assert 4 <= num_steps < 1000
     assert world_size > 1 or num_steps == 4
-    assert [record["step"] for record in stopped.history.validations] == list(range(1, num_steps))
+    validated = [record["step"] for record in stopped.history.validations]
+    before, during = list(range(1, num_steps)), list(range(1, num_steps + 1))  # the validation that it was heard in
+    assert validated == before or (validated == during and world_size > 1)
     DistributedManager.cleanup()
     DistributedManager.initialize()
     resumed = make()
