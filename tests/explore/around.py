@@ -326,9 +326,5 @@ AROUND: dict[str, Callable[[Steps], None]] = {
     "save": with_a_save,
     "notebook": in_a_notebook,
 }
-WITH_ALL_RANKS = (
-    "ddp",
-    "finally",
-    "files",
-    "save",
-)  # what the failing rank does concerns the others, so it must take part
+WITH_ALL_RANKS = ("ddp", "finally", "files", "with", "exit-handler", "save")
+"""Where what the failing rank does concerns the others, or is compared, so that it must take part."""
