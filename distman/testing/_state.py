@@ -65,7 +65,9 @@ def _levels() -> dict[str, int]:
 
 def _set_levels(before: dict[str, int]) -> None:
     for name, logger in _loggers().items():
-        logger.setLevel(before.get(name, logging.NOTSET))
+        level = before.get(name, logging.NOTSET)
+        if logger.level != level:  # to set it makes all loggers forget what they have worked out
+            logger.setLevel(level)
 
 
 def _set_log_handlers(before: list[logging.Handler]) -> None:
