@@ -119,7 +119,7 @@ print("ready", flush=True)
 time.sleep(60)
 """
     (tmp_path / "train.py").write_text(program)
-    with start([*keep("--restarts", 0), sys.executable, "train.py"], env={}, cwd=tmp_path) as running:
+    with start([*keep("--restarts", 0), PYTHON, "train.py"], env={}, cwd=tmp_path) as running:
         running.wait_for_output("ready")
         os.kill(running.pid, number)
         done = running.wait(timeout=LIMIT)
@@ -145,7 +145,7 @@ def test_a_command_can_write_though_nobody_reads_its_errors(tmp_path):
 
 def test_the_command_ends_when_this_one_is_killed(tmp_path):
     (tmp_path / "train.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
-    with start([*keep(), sys.executable, "train.py"], env={}, cwd=tmp_path) as running:
+    with start([*keep(), PYTHON, "train.py"], env={}, cwd=tmp_path) as running:
         running.wait_for_output("ready")
         os.kill(running.pid, signal.SIGKILL)
         running.wait(timeout=LIMIT)
@@ -154,7 +154,7 @@ def test_the_command_ends_when_this_one_is_killed(tmp_path):
 
 def test_nothing_is_left_in_the_folder(tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
-    with start([*keep("--restarts", 0), sys.executable, "train.py"], env={}, cwd=tmp_path) as running:
+    with start([*keep("--restarts", 0), PYTHON, "train.py"], env={}, cwd=tmp_path) as running:
         done = running.wait(timeout=LIMIT)
     assert done.returncode == 3
     assert done.stderr.splitlines()[0] == (

@@ -3,13 +3,14 @@
 import os
 import random
 import signal
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+from . import preloaded
+from .preloaded import PYTHON
 from .processes import marked, poll, start
 
 STOPPED = Path(__file__).parent / "scripts" / "stopped.py"
@@ -22,11 +23,11 @@ def all_processes():
 
 @pytest.fixture
 def training(free_port, tmp_path):
-    """Start two ranks with two workers each, by interpreters of their own."""
+    """Start two ranks with two workers each."""
     with ExitStack() as stack:
 
         def begin(kind):
-            command = [sys.executable, STOPPED, tmp_path, kind]
+            command = [PYTHON, STOPPED, tmp_path, kind]
             job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
             ranks = [stack.enter_context(start(command, env={"RANK": str(rank), **job})) for rank in range(2)]
             for rank in ranks:
@@ -65,8 +66,8 @@ def test_a_preempted_job_of_slurm_saves_though_its_workers_are_signalled_too(slu
         job.wait_for_output("ready", times=2, timeout=LIMIT)
         job.cancel("--signal=TERM")
 
-    script = f"#!/bin/sh\nexec srun {sys.executable} {STOPPED} {tmp_path} {kind}\n"
-    finished = slurm_cluster.sbatch(script, "-N2", "-n2", timeout=LIMIT, meanwhile=preempt)
+    script = f"#!/bin/sh\nexec srun {PYTHON} {STOPPED} {tmp_path} {kind}\n"
+    finished = slurm_cluster.sbatch(script, "-N2", "-n2", env=preloaded.variables(), timeout=LIMIT, meanwhile=preempt)
     assert "DataLoader worker" not in finished.stderr
     assert finished.returncode == os.EX_TEMPFAIL
     assert (tmp_path / "state.pt").exists()

@@ -6,7 +6,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -161,7 +160,7 @@ OPENMPI_4 = {
 }
 
 
-AS_NODE = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-port=29511"]
+AS_NODE = [PYTHON, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-port=29511"]
 NAMELESS = 'hostname nameless-$1; shift; exec "$@"'
 
 
@@ -174,7 +173,7 @@ def test_hosts_whose_names_nobody_knows_meet_at_the_address_that_the_launcher_ha
         nodes = []
         for node, host in enumerate(("n1", "n2")):
             agent = [*AS_NODE, f"--node-rank={node}", f"--master-addr={address}", "train.py"]
-            program = agent if is_agents else [sys.executable, "train.py"]
+            program = agent if is_agents else [PYTHON, "train.py"]
             command = [*namespace_hosts.enter(host, cwd=tmp_path), "unshare", "--uts", "sh", "-c", NAMELESS, "sh"]
             variables = {} if is_agents else bare(node, 2, 29512, MASTER_ADDR=address)
             variables |= {"DISTMAN_SECRET": "s" * 32}
@@ -223,13 +222,15 @@ def test_a_firewall_that_lets_only_the_ranks_meet_is_told_of_and_ends_the_start(
 
 @pytest.mark.parametrize(("limit", "is_enough"), [(64, True), (20, True), (18, False)])
 def test_few_open_files_are_enough_or_all_ranks_are_told(free_port, limit, is_enough):
-    limited = f'ulimit -n {limit}; exec "$@"'
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))"
+    program = "from distman import DistributedManager; DistributedManager.initialize()"
     with ExitStack() as stack:
-        ranks = []
-        for rank in range(5):
-            program = [sys.executable, "-c", "from distman import DistributedManager; DistributedManager.initialize()"]
-            command = ["sh", "-c", limited, "sh", *program] if rank == 0 else program
-            ranks.append(stack.enter_context(start(command, env=bare(rank, 5, free_port))))
+        ranks = [
+            stack.enter_context(
+                start([PYTHON, "-c", f"{limited}\n{program}" if rank == 0 else program], env=bare(rank, 5, free_port))
+            )
+            for rank in range(5)
+        ]
         finished = [rank.wait(timeout=LIMIT) for rank in ranks]
     if is_enough:
         assert [(one.returncode, one.stderr) for one in finished] == [(0, "")] * 5
@@ -358,7 +359,7 @@ def test_a_process_that_a_rank_starts_may_fail_without_ending_the_job(free_port,
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
-                start([sys.executable, "train.py"], env=bare(rank, 2, free_port), cwd=tmp_path)
+                start([PYTHON, "train.py"], env=bare(rank, 2, free_port), cwd=tmp_path)
                 if rank == with_helper
                 else start([PYTHON, "-c", MEET], env=bare(rank, 2, free_port))
             )
