@@ -1,7 +1,6 @@
 """What is left when a process is killed while it saves, and what is finished when it ends."""
 
 import re
-import sys
 import tempfile
 from pathlib import Path
 
@@ -65,7 +64,7 @@ def test_what_two_ranks_saved_in_the_background_survives_a_kill_of_one_or_both()
 @pytest.mark.parametrize("guilty", [0, 2])
 def test_ranks_that_fail_finish_the_parts_that_they_save_in_the_background(tmp_path, guilty):
     script, path = SCRIPT.with_name("fails_later.py"), tmp_path / "sharded"
-    done = launch([sys.executable, "-m", "distman", "run", "-n", "3", script, path, str(guilty)], timeout=60)
+    done = launch([PYTHON, "-m", "distman", "run", "-n", "3", script, path, str(guilty)], timeout=60)
     assert (done.returncode, done.stderr.count("ValueError: the program fails")) == (1, 1)
     state = {"tensor": torch.zeros(3_000_000)}
     load_sharded(state, path)

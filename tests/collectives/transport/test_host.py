@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import signal
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -42,6 +41,7 @@ from distman.errors import DistmanError, JobFailed, PlanMismatchError
 from distman.metrics import reduce_loss
 from distman.testing import kill_rank, ranks
 from tests.collectives.reference import random_tensor, strided
+from tests.launch.preloaded import PYTHON
 from tests.launch.processes import launch
 
 pytestmark = pytest.mark.gloo_only("nothing goes over sockets or memory there")
@@ -537,7 +537,7 @@ NAMES = [name for _, name in MOMENTS]
 
 @pytest.mark.parametrize("name", ["_send", "_post", "take"])
 def test_an_error_in_the_middle_ends_the_wait_of_the_others_with_its_cause(name):
-    done = launch([sys.executable, "-m", "distman", "run", "-n", "3", SCRIPT, name], timeout=60)
+    done = launch([PYTHON, "-m", "distman", "run", "-n", "3", SCRIPT, name], timeout=60)
     assert done.returncode == 1
     heard = [line for line in done.lines if "rank 1 raised" in line]
     assert sorted(heard) == [f"{rank}: rank {rank}: rank 1 raised ValueError: in the middle" for rank in (0, 2)]
