@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from .test_types import EXPECTED, pyright
+from .test_types import EXPECTED, mypy
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 400
@@ -168,11 +168,11 @@ def test_the_wheel_works_in_an_environment_that_holds_what_it_requires(distribut
 
 
 def test_a_type_checker_finds_the_types_of_the_wheel(distributions, environment, tmp_path):
-    """One will do: that both read them, `test_types` shows."""
+    """One will do: that the other reads them, too, `test_types` shows."""
     _, wheel = distributions
     pip(environment, "install", "--quiet", "--no-index", "--no-deps", wheel)
     link(about(wheel).get_all("Requires-Dist"), environment)
-    found, said = pyright(environment / "bin" / "python", tmp_path)
+    found, said = mypy(environment / "bin" / "python", tmp_path)
     assert found == EXPECTED, said
 
 
