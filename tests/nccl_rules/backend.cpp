@@ -383,7 +383,7 @@ class RuleBackend : public c10d::Backend {
     for (size_t index = 0; index < inputs.size(); ++index) {
       parts.push_back(pieces(inputs[index], outputs[index]));
     }
-    return scatterSums(OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, parts, opts.reduceOp);
+    return scatterSums(OpType::_REDUCE_SCATTER_BASE, outputs, parts, opts.reduceOp);
   }
 
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
