@@ -156,13 +156,11 @@ def is_pure_gloo(backend: str) -> bool:
 
 def check_backend(backend: str) -> None:
     """Check that a process group can have a backend here: one name, or a text such as ``"cpu:gloo,cuda:nccl"``."""
-    try:
-        is_here = dist.is_backend_available(backend)
-    except ValueError:  # a device type is named twice, or without a backend
-        is_here = False
-    if not is_here:
-        names = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
-        here = ", ".join(filter(dist.is_backend_available, names))
+    devices, _, names = zip(*(part.rpartition(":") for part in backend.split(",")), strict=True)
+    is_told_apart = len({*devices}) == len(devices) and (len(devices) == 1 or all(devices))
+    if not (is_told_apart and all(map(dist.is_backend_available, names))):
+        known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+        here = ", ".join(filter(dist.is_backend_available, known))
         raise ValueError(
             f"backend must be one that this torch supports ({here}), got {backend!r}. Leave it out: the device decides."
         )

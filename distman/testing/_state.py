@@ -74,6 +74,11 @@ def _set_log_handlers(before: list[logging.Handler]) -> None:
     logging.getLogger().handlers[:] = before
 
 
+def _set_default_device(before: torch.device) -> None:
+    if torch.get_default_device() != before:  # to set one, or none, costs every later call of torch something
+        torch.set_default_device(before)
+
+
 def _deterministic() -> tuple[bool, bool]:
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled(), warns_only
@@ -94,7 +99,7 @@ _STATE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (lambda: list(logging.getLogger().handlers), _set_log_handlers),
     (lambda: logging.getLogger().manager.disable, logging.disable),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (lambda: None, torch.set_default_device),
+    (torch.get_default_device, _set_default_device),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.is_grad_enabled, torch.set_grad_enabled),

@@ -297,20 +297,19 @@ def test_a_simulated_group_is_adopted_without_asking_anyone(monkeypatch):
         dist.destroy_process_group()
 
 
-class WrittenInPython(dist.ProcessGroup):
-    """A group without a store of its own, as other libraries make them."""
-
-    def getBackendName(self):  # noqa: N802 - torch's name
-        return "written-in-python"
-
-    @property
-    def group_name(self):
-        return "world"
-
-
 @ranks(2, manager=False)
 def test_a_group_that_is_written_in_python_is_adopted(rank):
-    store = dist.PrefixStore("python", dist.group.WORLD.get_group_store())
+    class WrittenInPython(dist.ProcessGroup):
+        """A group without a store of its own, as other libraries make them."""
+
+        def getBackendName(self):  # noqa: N802 - torch's name
+            return "written-in-python"
+
+        @property
+        def group_name(self):
+            return "world"
+
+    store = dist.PrefixStore("python", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     dist.Backend.register_backend(
         "written-in-python", lambda _store, rank, size, _timeout: WrittenInPython(rank, size), devices=["cpu"]
