@@ -100,7 +100,7 @@ MADE = {
     "a wrapper": Wrapper,
     "on the meta device": lambda tensor: tensor.to("meta"),
     "freed": freed,
-    "functional": torch._to_functional_tensor,
+    "functional": lambda tensor: torch._to_functional_tensor(tensor),
     "functional in Python": lambda tensor: FunctionalTensor(
         torch._to_functional_tensor(tensor), FunctionalTensor.__new__
     ),
