@@ -400,8 +400,10 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Local: it waits for no other rank until one was asked to stop; then once, for about a second, until all know of
         it. SIGTERM, SIGUSR1 and SIGUSR2 (``DISTMAN_STOP_SIGNALS``) ask for a stop, as :meth:`request_stop` does, from
         the first call in the main thread on; a handler that was there before is called too. So does the end of the
-        job's time, see :meth:`time_left`, once less is left than ``DISTMAN_STOP_MARGIN`` seconds, or else twice the
-        longest time between two calls so far, and at least 10 seconds.
+        job's time, see :meth:`time_left`, once less is left than ``DISTMAN_STOP_MARGIN`` seconds. Without that variable
+        the margin is measured: 1.25 times the longest time between two calls so far, without the saves of
+        :mod:`distman.checkpoint`, and twice the longest of these; twice the former where there are none; at least 10
+        seconds.
 
         Args:
             step: Number of the step, growing, and the same on all ranks; None counts the calls.

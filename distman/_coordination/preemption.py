@@ -24,7 +24,7 @@ from distman._coordination.messages import claim, count, decode, decode_text
 from distman._coordination.signal_names import DEFAULT_SIGNALS
 from distman._coordination.stop_signals import StopSignals
 from distman._coordination.sync import StoreGroup
-from distman._coordination.time_limit import TimeLimit
+from distman._coordination.time_limit import TimeLimit, saves
 from distman._coordination.wait_scope import WaitScope
 from distman.errors import DistmanError, PlanMismatchError
 
@@ -35,6 +35,7 @@ _LOOK_EVERY = 0.5  # seconds between two looks for a stop: a preempted job has h
 _LOOK_EVERY_PER_RANK = 1e-3  # seconds; at most 1,000 looks a second in all reach the store
 _FAREWELL_LIMIT = 2.5  # seconds that the last word of this rank may take: the store may be suspended, or gone
 _LEAST_MARGIN = 10.0  # seconds before the end of the job's time, for a save that nobody has measured yet
+_GAP_RESERVE = 1.25  # of the longest time between two calls: the next one may be longer
 _ASKED, _LEAVES = "asked", "leaves"  # what wakes the thread that looks for a stop
 _SLURM_PATIENCE = 30.0  # seconds; a busy controller takes some, and retries by itself
 
@@ -58,8 +59,8 @@ class StopAgreement:
         self._store_group = store_group
         self._time_limit = time_limit or TimeLimit({})
         self._margin = margin
-        self._longest = 0.0  # seconds between two calls: a step, with the save or validation after it
-        self._last_call: float | None = None
+        self._longest = 0.0  # seconds between two calls without the saves: a step, with the validation after it
+        self._last_call: tuple[float, float] | None = None  # when, and how long this process had saved by then
         self._signals = StopSignals(signals, self.request)
         self._wish = ""
         self._events: queue.SimpleQueue[str] = queue.SimpleQueue()  # a signal handler may put one in
@@ -101,9 +102,8 @@ class StopAgreement:
                 "together."
             )
         self._last_step = step
-        now = time.monotonic()
-        self._longest = max(self._longest, now - (self._last_call or now))
-        self._last_call = now
+        self._longest = self._longest_gap()
+        self._last_call = time.monotonic(), saves().total
         group = self._store_group
         if group is None:
             self._time_limit.ask()
@@ -139,9 +139,24 @@ class StopAgreement:
     def _heed_time_limit(self) -> None:
         """Ask for a stop when the time that is left is just enough for another step and a save."""
         left = self._time_limit.left()
-        margin = max(_LEAST_MARGIN, 2 * self._longest) if self._margin is None else self._margin
+        margin = self._measured_margin() if self._margin is None else self._margin
         if left is not None and left < margin:
             self._wish = self._wish or f"the job's time is up in {left:.0f} s"
+
+    def _longest_gap(self) -> float:
+        """Return the longest time between two calls, or since the last one, without the saves in it."""
+        if self._last_call is None:
+            return 0.0
+        when, saved = self._last_call
+        return max(self._longest, time.monotonic() - when - (saves().total - saved))
+
+    def _measured_margin(self) -> float:
+        """Return the seconds that the way to the next call takes, and a save there, after one that may be on the way.
+
+        Where this package has not saved, a save may be in the longest gap, and another one is to come.
+        """
+        gap = self._longest_gap()
+        return max(_LEAST_MARGIN, _GAP_RESERVE * gap + 2 * saves().longest if saves().longest else 2 * gap)
 
     def _look(self, store: TorchStore, rank: int, size: int) -> None:
         """Look for a stop until there is one, or this rank leaves; then say which step it has passed."""

@@ -1,4 +1,4 @@
-"""How long the job may still run, as its scheduler says."""
+"""How long the job may still run, as its scheduler says, and how much of that it needs to save."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+
+from distman._base.process_state import puts_back
 
 END_TIME = "DISTMAN_END_TIME"
 MARGIN = "DISTMAN_STOP_MARGIN"
@@ -96,6 +98,38 @@ class TimeLimit:
     def believe(self, end: float) -> None:
         """Take what another rank has found out."""
         self._end, self._is_asked = end, True
+
+
+class SaveTimes:
+    """How long this process has saved, in seconds."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0  # save, in the background too
+        self.total = 0.0  # of what the program has waited for
+
+    @contextlib.contextmanager
+    def timed(self, *, in_background: bool = False) -> Iterator[None]:
+        """Let a ``with`` block be a save."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            self.longest = max(self.longest, seconds)
+            self.total += 0.0 if in_background else seconds
+
+
+_saves = SaveTimes()
+
+
+def saves() -> SaveTimes:
+    """Return those of this process."""
+    return _saves
+
+
+@puts_back
+def _forget_saves() -> None:
+    _saves.longest = _saves.total = 0.0
 
 
 def margin(environ: Mapping[str, str]) -> float | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from distman._base.log import logger
 from distman._base.process_state import puts_back
 from distman._coordination.failure.pending_work import register
+from distman._coordination.time_limit import saves
 from distman.checkpoint._location import Location
 from distman.errors import CheckpointError
 
@@ -63,7 +64,8 @@ class BackgroundWrite:
 
     def _run(self) -> None:
         try:
-            self._work()
+            with saves().timed(in_background=True):
+                self._work()
             self.forget()
         except BaseException as error:  # noqa: BLE001 - it is raised where the program waits, or logged at the end
             self.error = error

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from distman._coordination.time_limit import saves
 from distman._torch_internals import NO_JOB_WARNING, set_nested
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._all_or_none import on_all_ranks
@@ -124,8 +125,9 @@ def save_in(
             on_all_ranks(_write, state, writer)
             write = on_all_ranks(_start, writer, Parts(temporary), made, written_to, then)
             return PendingSave(location.path, write)
-        on_all_ranks(_write, state, _Writer(temporary, location.storage))
-        on_rank(0)(_publish)(made, then)
+        with saves().timed():
+            on_all_ranks(_write, state, _Writer(temporary, location.storage))
+            on_rank(0)(_publish)(made, then)
         return None
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import torch
 
 from distman._coordination.failure.pending_work import under_way
+from distman._coordination.time_limit import saves
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._background import BackgroundWrite
@@ -130,7 +131,7 @@ def save_in(
 
     if background:
         return BackgroundWrite(written_to, functools.partial(write, copy_to_host(state)))
-    with under_way():
+    with under_way(), saves().timed():
         write(state)
     return None
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from distman._coordination.preemption import StopAgreement
-from distman._coordination.time_limit import TimeLimit, margin
+from distman._coordination.time_limit import TimeLimit, margin, saves
 
 PBS = '{"Jobs": {"7.head": {"Resource_List": {"walltime": "01:00:00"}, "resources_used": {"walltime": "00:59:30"}}}}'
 
@@ -94,14 +94,71 @@ def test_without_a_margin_at_least_ten_seconds_are_left():
     assert not StopAgreement(None, (), ends_in(20), None).decide()
 
 
-def test_the_margin_grows_with_the_longest_step(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("distman._coordination.preemption.time.monotonic", lambda: now[0])
-    agreement = StopAgreement(None, (), ends_in(100), None)
-    assert not agreement.decide()
-    now[0] += 40.0  # a step with a save
-    assert not agreement.decide()
-    now[0] += 1.0
-    assert not agreement.decide()
-    now[0] += 60.0
-    assert agreement.decide()
+class Clock:
+    """The time, on which a job takes steps and saves."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1e6
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "time", lambda: self.now)
+
+    def save(self, seconds, **options):
+        with saves().timed(**options):
+            self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    yield Clock(monkeypatch)
+    saves().longest = saves().total = 0.0
+
+
+def seconds_left_at_stop(clock, end, work):
+    """Let a job work until it is to stop, and return what it has left then."""
+    agreement = StopAgreement(None, (), TimeLimit({"DISTMAN_END_TIME": str(clock.now + end)}), None)
+    until, step = clock.now + end, 0
+    while not agreement.decide(step):
+        work(step)
+        step += 1
+    return until - clock.now
+
+
+def test_the_margin_is_twice_the_longest_step_where_nobody_knows_how_long_a_save_takes(clock):
+    def work(step):
+        clock.now += 40.0 if step == 3 else 1.0  # with a save of the program's own
+
+    assert seconds_left_at_stop(clock, 1000, work) == 79
+
+
+def test_a_save_counts_by_itself_and_not_as_a_part_of_the_step(clock):
+    def work(step):
+        clock.now += 1.0
+        if step % 100 == 50:
+            clock.save(30.0)
+
+    assert 60 < seconds_left_at_stop(clock, 1000, work) <= 62  # a save that begins now, and the one before the end
+
+
+def test_a_save_in_the_background_counts_too(clock):
+    def work(step):
+        if step == 5:
+            clock.save(30.0, in_background=True)
+        clock.now += 2.0
+
+    assert seconds_left_at_stop(clock, 1000, work) == 98  # 1.25 times the 32 s of that step, and twice the save
+
+
+def test_a_job_that_seldom_asks_stops_at_the_last_call_but_one_that_is_in_time(clock):
+    def work(_step):
+        clock.now += 3500.0
+        clock.save(100.0)
+
+    assert seconds_left_at_stop(clock, 10.5 * 3600, work) == 0.5 * 3600
+
+
+def test_a_step_that_is_longer_than_all_before_counts_while_it_lasts(clock):
+    agreement = StopAgreement(None, (), TimeLimit({"DISTMAN_END_TIME": str(clock.now + 1000)}), None)
+    assert not agreement.decide(0)
+    clock.now += 700.0
+    agreement._heed_time_limit()
+    assert agreement._wish == "the job's time is up in 300 s"
