@@ -158,7 +158,7 @@ def _num_begun(process_group: dist.ProcessGroup | None) -> int:
 def operations_begun() -> dict[str, int]:
     """Return how many of torch's collectives this rank has begun, by the name of their group."""
     groups = {one: _num_begun(one) for one in all_groups()}
-    return {one.group_name: number - _uncounted.get(one, 0) for one, number in groups.items() if number}
+    return {one.group_name: number - _uncounted.get(one, 0) for one, number in groups.items()}
 
 
 _FOR_ALL = frozenset(
@@ -184,6 +184,7 @@ _FROM_ONE, _TO_ONE = frozenset({"broadcast", "scatter"}), frozenset({"gather", "
 """Those in which the others wait for one rank, and in which one rank waits for the others."""
 
 _COLLECTIVES = _FOR_ALL | _FROM_ONE | _TO_ONE
+_MOST_MEMBERS = 8  # that a message names
 _FILES_OF_COLLECTIVES = {distributed_c10d.__file__, distributed_utils.__file__}
 
 
@@ -201,6 +202,13 @@ class TorchWait:
     def label(self) -> str:
         """The group, for messages."""
         return str(self.members)
+
+    @property
+    def title(self) -> str:
+        """What it is, in which group, and its number there, for messages: a rank that is behind has another number."""
+        name, number = self.place
+        ranks = str(self.members) if len(self.members) <= _MOST_MEMBERS else f"{len(self.members)} ranks"
+        return f"{self.text}, call {number} in group {name} of {ranks}"
 
 
 def torch_wait_in(frame: FrameType | None, line_of: Callable[[FrameType], str]) -> TorchWait | None:
@@ -224,6 +232,25 @@ def torch_wait_in(frame: FrameType | None, line_of: Callable[[FrameType], str]) 
     name = "DistributedDataParallel" if code.co_name.startswith("_") else code.co_name
     awaited = _awaited_in(code.co_name, frame.f_locals, members, group.rank())
     return TorchWait(f"torch's {name}", line_of(frame), (group.group_name, number), members, awaited)
+
+
+_FILES_OF_WAITS = {*_FILES_OF_COLLECTIVES, torch._ops.__file__}
+
+
+def blocking_call(frame: FrameType | None) -> str:
+    """Return in words what the innermost function of a stack may wait in for other ranks; empty if it is no such one.
+
+    A backward pass waits in it for the reductions of DDP.
+    """
+    if frame is None:
+        return ""
+    code = frame.f_code
+    if code.co_name == "_engine_run_backward":
+        return "torch's backward pass"
+    if code.co_filename in _FILES_OF_WAITS:
+        return f"torch's {code.co_name.strip('_')}"
+    works = [one for one in frame.f_locals.values() if isinstance(one, dist.Work)]
+    return "wait() of a collective of torch's" if any(not work.is_completed() for work in works) else ""
 
 
 def _awaited_in(name: str, variables: Mapping[str, Any], members: tuple[int, ...], me: int) -> tuple[int, ...]:

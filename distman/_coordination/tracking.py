@@ -10,12 +10,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, TracebackType
+from typing import Protocol
 
 from distman._base.process_state import puts_back
 from distman._coordination.internal_files import internal_folders, is_of_user
 from distman._coordination.monitor.calls import Call, StoreWait
 from distman._coordination.timeouts import is_idle
-from distman._torch_internals import CollectiveGuard, enter_regions, leave_all_regions, regions
+from distman._torch_internals import CollectiveGuard, blocking_call, enter_regions, leave_all_regions, regions
 from distman.errors import DistmanError
 
 _MAKING_GUARD = threading.Lock()
@@ -248,9 +249,16 @@ def waits() -> list[TrackedWait]:
     return list(_waiting.values())
 
 
-def describe_here() -> str:
-    """Return what this process is doing with respect to other ranks, in words."""
-    now = [f"in {wait} for {time.monotonic() - wait.since:.0f} s" for wait in waits()]
+class LongWait(Protocol):
+    """What is waited in; as a text, what it is and where."""
+
+    @property
+    def since(self) -> float: ...
+
+
+def describe_here(more: Iterable[LongWait] = ()) -> str:
+    """Return what this process is doing with respect to other ranks, in words; it may wait in more than is tracked."""
+    now = [f"in {wait} for {time.monotonic() - wait.since:.0f} s" for wait in (*waits(), *more)]
     return ", ".join(now) or _last
 
 
@@ -263,6 +271,15 @@ def line_of(frame: FrameType) -> str:
     """Return file and line of the innermost call on a stack that is neither this package's own nor torch's."""
     name, line = _line_of_user(frame)
     return f"{name}:{line}"
+
+
+def cpu_seconds_of_main_thread() -> float:
+    return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
+
+
+def torch_call_of_main_thread() -> str:
+    """Return the call of torch in which the main thread may wait for other ranks, if it is in one."""
+    return blocking_call(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def line_of_main_thread() -> str:

@@ -76,7 +76,8 @@ class _Wait:
         self.told: _Told | None = None
 
     def __str__(self) -> str:
-        return f"{self.what.text} at {self._line}"
+        title = self.what.title if isinstance(self.what, TorchWait) else self.what.text
+        return f"{title}, at {self._line}"
 
     @property
     def _line(self) -> str:

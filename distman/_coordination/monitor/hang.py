@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from distman._base.log import logger
 from distman._base.private_files import private_folder, write_new
@@ -16,6 +16,8 @@ from distman._coordination import protocol, tracking
 from distman._coordination.messages import count, decode_at_once, is_first, read_at_once
 from distman._coordination.monitor.context import WatchContext
 from distman._coordination.timeouts import begin
+from distman._coordination.tracking import LongWait
+from distman._torch_internals import operations_begun
 
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
 
 _PAUSE = 0.01  # seconds between two looks for answers, which take a fifth of a second
 _MAX_STACKS = 100_000  # characters: some hundred threads, in one message to the store
+_COMPUTING = 0.05  # of the time at a place: a thread that waits for others takes next to no CPU time
 _MAX_NAMED = 4  # ranks that are named in full in one line of the log
 
 Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +41,19 @@ class Answer:
     line: str  # where in the user's program its main thread is
     seconds: float = 0.0  # how long it has been waiting for others; 0 if it does not
 
+    begun: dict[str, int] = dataclasses.field(default_factory=dict)  # torch's collectives, by the name of their group
+
     @classmethod
-    def here(cls) -> Answer:
-        """Return where this process is. Not for the main thread, whose stack is wanted."""
+    def here(cls, more: Sequence[LongWait] = ()) -> Answer:
+        """Return where this process is. Not for the main thread, whose stack is wanted.
+
+        Args:
+            more: What it waits in beside what is tracked.
+        """
         stacks = shortened(tracking.stacks(), _MAX_STACKS)
         seconds = max((time.monotonic() - wait.since for wait in tracking.waits()), default=0.0)
-        return cls(tracking.describe_here(), stacks, tracking.line_of_main_thread(), seconds)
+        line = tracking.line_of_main_thread()
+        return cls(tracking.describe_here(more), stacks, line, seconds, operations_begun())
 
     @property
     def place(self) -> str:
@@ -77,31 +88,52 @@ class StackQueries:
         self.store.delete_key(protocol.answered(number))
         return answers
 
-    def answer(self) -> None:
-        """Answer the queries that are new."""
+    def answer(self, more: Sequence[LongWait] = ()) -> None:
+        """Answer the queries that are new, see :meth:`Answer.here`."""
         numbers = (read_at_once(self.store, protocol.queries(self.rank)) or "").split(",")[:-1]
         for number in map(int, numbers[self.num_seen :]):
-            self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
+            self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here(more))))
             count(self.store, protocol.answered(number), 1)
         self.num_seen = len(numbers)
 
 
-class LongWait(Protocol):
-    """What may be waited in for too long; as a text, what it is and where."""
-
-    @property
-    def since(self) -> float: ...
-
-
 @dataclasses.dataclass(eq=False)
-class DeviceWait:
-    """The main thread waits for its GPU."""
+class Standstill:
+    """The main thread waits in something at one place."""
 
     place: str  # in the user's program
     since: float  # when it was seen there first
+    what: str = "work of its GPU"
 
     def __str__(self) -> str:
-        return f"work of its GPU at {self.place}"
+        return f"{self.what} at {self.place}"
+
+
+class CallWatch:
+    """Finds out that the main thread waits in a call of torch, other than those that tell in what they wait.
+
+    It stands at one place, look after look, for half of the limit, and does not compute there. What it calls is not
+    asked before: for an answer, Python may keep the variables of the program alive.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit  # seconds that a wait may last
+        self._wait = Standstill("", 0.0)
+        self._cpu_seconds = 0.0
+
+    def look(self) -> Standstill | None:
+        """Return what the main thread, not this one, seems to wait in; only its length proves that it does."""
+        place, cpu_seconds, now = (
+            tracking.line_of_main_thread(),
+            tracking.cpu_seconds_of_main_thread(),
+            time.monotonic(),
+        )
+        seconds = now - self._wait.since
+        if place != self._wait.place or cpu_seconds - self._cpu_seconds > _COMPUTING * seconds:
+            self._wait, self._cpu_seconds = Standstill(place, now, ""), cpu_seconds
+        elif seconds > self._limit / 2 and not self._wait.what:
+            self._wait.what = tracking.torch_call_of_main_thread()
+        return self._wait if self._wait.what else None
 
 
 class DeviceWatch:
@@ -116,13 +148,13 @@ class DeviceWatch:
         self._limit = limit  # seconds that a wait may last
         self._wait_for_device = wait_for_device
         self._has_device_come: Callable[[float | None], bool] | None = None
-        self._wait = DeviceWait("", 0.0)
+        self._wait = Standstill("", 0.0)
 
-    def look(self) -> DeviceWait | None:
+    def look(self) -> Standstill | None:
         """Return what the main thread, not this one, seems to wait for; only its length proves that it does."""
         place, now = tracking.line_of_main_thread(), time.monotonic()
         if place != self._wait.place or self._is_device_done():
-            self._wait = DeviceWait(place, now)
+            self._wait = Standstill(place, now)
         elif now - self._wait.since > self._limit / 2:
             self._has_device_come = self._has_device_come or begin(self._wait_for_device)
             return self._wait
@@ -146,12 +178,16 @@ class HangWatch:
         self._limit = limit  # seconds that a wait may last
         self._patience = patience  # seconds for the answers
         self._reported: LongWait | None = None
+        self._calls = CallWatch(limit)
+        self.in_torch: Sequence[LongWait] = ()  # what the main thread waits in that is not tracked
         wait_for_device = context.wait_for_device
         self._device = DeviceWatch(limit, wait_for_device) if wait_for_device is not None else None
 
     def look(self, stack_queries: StackQueries, more: Sequence[LongWait] = ()) -> None:
         """Report a wait that lasts too long, unless one of this job is. Not for the main thread: it wants its stack."""
-        waits: list[LongWait] = [*tracking.waits(), *more]
+        still = self._calls.look()
+        self.in_torch = [*more] or ([] if still is None else [still])
+        waits: list[LongWait] = [*tracking.waits(), *self.in_torch]
         if self._device is not None and (wait := self._device.look()) is not None:
             waits.append(wait)
         if self._reported not in waits:
@@ -173,7 +209,7 @@ class HangWatch:
         rank, peers = self._context.rank, self._context.peers
         reason = f"{self._context.me} waits in {wait} for {time.monotonic() - wait.since:.0f} s"
         answers = stack_queries.ask([peer.rank for peer in peers if peer.rank != rank], self._patience)
-        answers[rank] = Answer.here()
+        answers[rank] = Answer.here(self.in_torch)
         write_report(reason, rank, answers, [str(peer) for peer in peers], Path.cwd())
 
 
@@ -188,7 +224,11 @@ def write_report(reason: str, asker: int, answers: Mapping[int, Answer], names: 
             for rank in silent
         ),
     ]
-    parts += [f"{_named(ranks, names)}\n{place}\n\n{printable_lines(stacks)}" for (place, stacks), ranks in alike]
+    parts += _behind(answers, names)
+    parts += [
+        f"{_named(ranks, names)}\n{place}{_seconds([answers[rank] for rank in ranks])}\n\n{printable_lines(stacks)}"
+        for (place, stacks), ranks in alike
+    ]
     path = _write("\n\n".join(parts) + "\n", folder)
     place_of_asker = _without_seconds(answers[asker].place)
     by_place = _grouped(answers, lambda answer: _without_seconds(answer.place))
@@ -197,7 +237,19 @@ def write_report(reason: str, asker: int, answers: Mapping[int, Answer], names: 
     logger.warning("%s; %s. The stacks of all ranks are in %s", reason, "; ".join(elsewhere) or "all do", path)
 
 
-def _grouped(answers: Mapping[int, Answer], key: Callable[[Answer], Key]) -> list[tuple[Key, list[int]]]:
+def _behind(answers: Mapping[int, Answer], names: Sequence[str]) -> list[str]:
+    """Return for each group of torch's in which ranks have begun more collectives than others which ones these are."""
+    found = []
+    for group in sorted({group for answer in answers.values() for group in answer.begun}):
+        numbers = {rank: answer.begun[group] for rank, answer in answers.items() if group in answer.begun}
+        by_number = _grouped(numbers, int)
+        if len(by_number) > 1:
+            parts = [f"{_named(ranks, names)} {number}" for number, ranks in sorted(by_number)]
+            found.append(f"of torch's collectives in group {group} have begun: {', '.join(parts)}")
+    return found
+
+
+def _grouped(answers: Mapping[int, Value], key: Callable[[Value], Key]) -> list[tuple[Key, list[int]]]:
     """Return the ranks with equal keys together, the smallest group first."""
     groups: dict[Key, list[int]] = {}
     for rank, answer in sorted(answers.items()):
@@ -221,6 +273,13 @@ def _named(ranks: Sequence[int], names: Sequence[str]) -> str:
     if len(ranks) <= _MAX_NAMED:
         return ", ".join(names[rank] for rank in ranks)
     return f"{names[ranks[0]]} and {len(ranks) - 1} more ({', '.join(map(str, ranks[1:]))})"
+
+
+def _seconds(answers: Sequence[Answer]) -> str:
+    """Return for how long ranks at one place have waited there, such as `` for 3 to 5 s``; nothing if they do not."""
+    found = {answer.place.removeprefix(_without_seconds(answer.place)) for answer in answers}
+    numbers = sorted(int(one[len(" for ") : -len(" s")]) for one in found if one)
+    return f" for {' to '.join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))} s" if numbers else ""
 
 
 def _without_seconds(place: str) -> str:

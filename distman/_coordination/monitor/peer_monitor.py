@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from distman._coordination import protocol, tracking
@@ -14,6 +14,7 @@ from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.deadlocks import DeadlockWatch
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.refusals import RefusalWatch
+from distman._coordination.tracking import LongWait
 
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
@@ -77,11 +78,16 @@ class PeerMonitor:
             self._hangs.look(self._stack_queries, self._deadlocks.in_torch)
         return None
 
+    @property
+    def _in_torch(self) -> Sequence[LongWait]:
+        """What the program waits in that is not tracked."""
+        return self._deadlocks.in_torch if self._hangs is None else self._hangs.in_torch
+
     def _read_news(self) -> FailureRecord | None:
         record = FailureRecord.read(self._store)
         if record is not None:
             return self._seen(record)
-        self._stack_queries.answer()
+        self._stack_queries.answer(self._in_torch)
         if self._store.check([protocol.CLOSING]):
             self.is_closing = True
             count(self._store, protocol.GONE, 1)
@@ -89,7 +95,7 @@ class PeerMonitor:
 
     def _beat(self, seconds: float) -> FailureRecord | None:
         """Give a sign of life, and return the next rank's failure to give one, if it has been silent for too long."""
-        give_sign(self._store, self._context.rank)
+        give_sign(self._store, self._context.rank, self._in_torch)
         while self._watched != self._context.rank and self._store.check([protocol.left(self._watched)]):
             self._watched = self._next(self._watched)
             self._sign = ""
@@ -115,9 +121,9 @@ class PeerMonitor:
         return record
 
 
-def give_sign(store: TorchStore, rank: int) -> None:
-    """Say that a rank is alive, and what it waits in."""
-    sign = f"{time.time()} {tracking.describe_here()}"
+def give_sign(store: TorchStore, rank: int, more: Sequence[LongWait] = ()) -> None:
+    """Say that a rank is alive, and what it waits in, beside what is tracked too."""
+    sign = f"{time.time()} {tracking.describe_here(more)}"
     store.set(protocol.beat(rank), sign.encode(errors="backslashreplace"))
 
 

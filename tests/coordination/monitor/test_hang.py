@@ -40,25 +40,52 @@ def test_ranks_with_equal_stacks_are_shown_together(tmp_path, caplog):
     assert str(path) in logged
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
+def wait_for_work(_model):
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.wait()
+
+
+def receive(_model):
+    dist.send(torch.ones(1), 0) if dist.get_rank() else dist.recv(torch.ones(1), 1)
+
+
+def reports(folder, name):
+    """Return those of one wait: on a busy machine the way there may last long enough for another one."""
+    texts = [path.read_text() for path in folder.glob("distman-hang-*.txt")]
+    return [text for text in texts if f"waits in {name}" in text.partition("\n")[0]]
+
+
+WAITS = {
+    "torch's all_reduce": lambda _model: dist.all_reduce(torch.ones(1)),
+    "torch's broadcast": lambda _model: dist.broadcast(torch.ones(1), 1),
+    "torch's backward pass": lambda model: model(torch.ones(1)).backward(),
+    "wait() of a collective of torch's": wait_for_work,
+    "torch's recv": receive,
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
 @ranks(2, manager=False)
-def test_a_collective_of_torch_that_lasts_is_reported_once(monkeypatch, tmp_path, rank, collective):
+def test_a_wait_in_torch_that_lasts_is_reported_once(monkeypatch, tmp_path, rank, name):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
-    monkeypatch.setenv("DISTMAN_HANG_TIMEOUT", "1")
+    monkeypatch.setenv("DISTMAN_HANG_TIMEOUT", "2")
     monkeypatch.chdir(tmp_path)
     DistributedManager.initialize(timeout=60)
+    model = torch.nn.Linear(1, 1)
+    if name == "torch's backward pass":
+        model = torch.nn.parallel.DistributedDataParallel(model)
     until = time.monotonic() + 60
-    while rank == 1 and not [*tmp_path.glob("distman-hang-*.txt")] and time.monotonic() < until:
+    while rank == 1 and not reports(tmp_path, name) and time.monotonic() < until:
         time.sleep(0.05)
-    if collective == "all_reduce":
-        dist.all_reduce(torch.ones(1))
-    else:
-        dist.broadcast(torch.ones(1), 1)
+    WAITS[name](model)
     if rank == 0:
-        (report,) = tmp_path.glob("distman-hang-*.txt")
-        assert re.match(
-            rf"rank 0 .* waits in torch's {collective} at \S*test_hang.py:\d+ for [12] s", report.read_text()
-        )
+        (text,) = reports(tmp_path, name)
+        call = r"(, call \d+ in group \S+ of \(0, 1\),)?"
+        where = rf"{re.escape(name)}{call} at \S*test_hang.py:\d+( in \S+)?(, in \w+\(\))? for [23] s"
+        assert re.match(rf"rank 0 .* waits in {where}", text)
+        assert re.search(rf"^in {where}$", text, re.MULTILINE)
+        if name in ("torch's all_reduce", "wait() of a collective of torch's"):
+            assert re.search(r"in group \S+ have begun: rank 1 \(.*\) \d+, rank 0 \(.*\) \d+\n", text)
 
 
 def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path, caplog, monkeypatch):

@@ -105,7 +105,7 @@ def test_what_another_rank_deletes_meanwhile_is_not_waited_for():
 
 
 def test_a_path_that_is_no_text_is_a_sign_of_life(monkeypatch):
-    monkeypatch.setattr(tracking, "describe_here", lambda: "in barrier at /data/\udcff/train.py:3")
+    monkeypatch.setattr(tracking, "describe_here", lambda _more: "in barrier at /data/\udcff/train.py:3")
     ranks = make_ranks()
     assert ranks.look() is None
     assert read_sign(ranks.store, 0).endswith(r"in barrier at /data/\udcff/train.py:3")
