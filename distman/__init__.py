@@ -39,6 +39,7 @@ from distman.topology import split_sizes
 
 if TYPE_CHECKING:
     from distman._cli.run.function import run
+    from distman._coordination.monitor.slowness import SlowRank
     from distman._coordination.surviving import surviving_failure
     from distman._job.device import pick_device, resolve_device
     from distman._job.meeting.peers import Peer
@@ -74,6 +75,7 @@ __all__ = [
     "PlanMismatchError",
     "RankFailedError",
     "RendezvousError",
+    "SlowRank",
     "Stepper",
     "UndefinedGroupError",
     "WorkerDiedError",
@@ -96,6 +98,7 @@ _NEEDS_TORCH = {
     "DistributedManager": "distman.manager",
     "ParallelExecutor": "distman.executor",
     "Peer": "distman._job.meeting.peers",
+    "SlowRank": "distman._coordination.monitor.slowness",
     "Stepper": "distman.training",
     "local_rank_zero_first": "distman.decorators",
     "on_local_rank": "distman.decorators",

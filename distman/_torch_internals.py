@@ -263,6 +263,11 @@ def _awaited_in(name: str, variables: Mapping[str, Any], members: tuple[int, ...
     return (members[one],) * (me != one) if name in _FROM_ONE else members * (me == one)
 
 
+def queue_callback(call: Callable[[], None]) -> None:
+    """Let the backward pass that this is called in call a function at its end, in the order of these calls."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 if hasattr(dist, "all_gather_single"):
     all_gather_single, reduce_scatter_single = dist.all_gather_single, dist.reduce_scatter_single
 else:  # up to 2.11

@@ -27,6 +27,7 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.pending_work import complete_all
 from distman._coordination.failure.stack import call_before_it_is_printed, error_that_ends_process
 from distman._coordination.monitor.current_watcher import failure_behind, note_raised, raise_if_failed
+from distman._coordination.monitor.slowness import SlowRank, slow_ranks
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.signal_names import stop_signals
 from distman._coordination.time_limit import TimeLimit, margin
@@ -365,6 +366,28 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             tracking.check_all_run_here(range(job.world_size))
             raise_if_failed()
             check_replicas(module, optimizers, step, job, buffers=buffers)
+
+    def slow_ranks(self) -> tuple[SlowRank, ...]:
+        """Return which ranks all others wait for in each step, and what takes longer there.
+
+        Local. Timed are the steps of a loop over a loader for training of :func:`distman.data.distributed_loader`, and
+        those of :meth:`NNHandler.train` and :meth:`Stepper.batches` with any loader. Rank 0 compares the ranks, and
+        logs each change. A rank is slow when one phase takes 1.15 times as long as on the other ranks and costs 5 % of
+        a step, over several windows of at least 5 steps and 0.4 seconds each: four, or more on a noisy machine.
+
+        Returns:
+            The slow ranks, in rank order; empty where no steps are timed.
+
+        Raises:
+            DistmanError: Called in a process forked from the rank.
+
+        Example:
+            >>> DistributedManager.initialize().slow_ranks()
+            ()
+        """
+        tracking.check_speaks_for_rank("slow_ranks()")
+        watcher = self._state.watcher
+        return slow_ranks(watcher.store, [peer.host for peer in self.roll_call]) if watcher is not None else ()
 
     def request_stop(self) -> None:
         """Ask all ranks to stop at the next step that :meth:`should_stop` agrees on.

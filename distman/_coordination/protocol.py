@@ -203,6 +203,20 @@ def answer(number: int, rank: int) -> str:
     return f"answer {number}/{rank}"
 
 
+# Slow ranks.
+
+TIMED = "timed"
+"""List of the ranks that take steps and have told of their times. Each appends itself once; rank 0 reads it."""
+
+SLOW_RANKS = "slow ranks"
+"""Which ranks are slow: triples of rank, phase and factor. Rank 0 writes it at each change, all may read it."""
+
+
+def step_times(rank: int) -> str:
+    """A number that grows, and the seconds of each phase in some steps, see ``step_times.py``; rank 0 reads it."""
+    return f"step times/{rank}"
+
+
 # Ranks that wait for each other.
 
 

@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 from distman._base.process_state import puts_back
+from distman._coordination import step_times
 from distman._coordination.internal_files import internal_folders, is_of_user
 from distman._coordination.monitor.calls import Call, StoreWait
 from distman._coordination.timeouts import is_idle
@@ -69,6 +70,7 @@ class TrackedWait:
 
     __slots__ = (
         "call",
+        "computes",
         "is_of_program",
         "is_outermost",
         "line",
@@ -81,8 +83,9 @@ class TrackedWait:
         "thread",
     )
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, *, computes: bool = False) -> None:
         self.operation = operation  # such as ``all_gather_v``
+        self.computes = computes  # most of the time, so that it is no measure of how long others are waited for
 
     def __enter__(self) -> TrackedWait:
         self.thread = threading.get_ident()
@@ -104,6 +107,8 @@ class TrackedWait:
     ) -> None:
         if self.is_outermost:
             global _last
+            if not self.computes:
+                step_times.current().count_wait(self.thread, time.monotonic() - self.since)
             if _waiting.pop(self.thread, None) is not None:  # else all was forgotten meanwhile
                 _last = f"after {self}"
 
@@ -125,6 +130,7 @@ class Restricted:
         with _MAKING_GUARD:  # from now on torch's collectives are refused in regions, which new threads inherit
             _guard = _guard or RegionGuard(lambda name, ranks: check_all_run_here(ranks, operation=f"torch's {name}"))
         self._leave = enter_regions((*regions(), self))
+        self._phase = step_times.current().enter(step_times.APART)
         return self
 
     def __exit__(
@@ -132,6 +138,7 @@ class Restricted:
     ) -> None:
         self.is_over = True
         self._leave()
+        step_times.current().enter(self._phase)
 
 
 def _current() -> list[Restricted]:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distman._base.log import logger
 from distman._base.seeds import seed_generators
+from distman._coordination import step_times
 from distman.collectives import GroupLike
 from distman.data._batches import Batch, EpochBatches, EvaluationBatches, SampledBatches, TrainingBatches, Weights
 from distman.manager import DistributedManager
@@ -79,7 +80,7 @@ class TrainingLoader(DataLoader[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)  # workers that persist keep a copy that is not told
         counts = self.batches.counts(epoch, position)
-        for batch in self._read(epoch, position):
+        for batch in step_times.current().batches(self._read(epoch, position)):
             self.num_own, self.num_total = next(counts)
             position += self.batches.stride
             self._reached = epoch, position

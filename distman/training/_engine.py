@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from distman._coordination import step_times
 from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import is_distributed_tensor, norms, tree_map
 from distman.collectives import fused_all_reduce
@@ -154,8 +155,10 @@ class Engine:
                 with self._batch:
                     if not step.num_own:
                         self._batch.enter_context(self._without_a_trace())
+                    step_times.current().enter(step_times.FORWARD)
                     yield to_device(step.batch, self._device)
             self.end_step()
+            step_times.current().end_step()
         finally:
             self._share, self._is_over = None, True
             self._forget([*self.optimizers])
@@ -210,7 +213,8 @@ class Engine:
         chosen = [*dict.fromkeys(map(self._resolve, names))] or [self._resolve(None)]
         check_loss(loss)
         self.emit("on_before_backward", loss)
-        waits = WaitScope("backward of the model") if self._wraps else nullcontext()
+        waits = WaitScope("backward of the model", computes=True) if self._wraps else nullcontext()
+        step_times.current().enter(step_times.BACKWARD)
         with torch.autocast(self._device.type, enabled=False), waits:
             self._scaler.scale(loss).backward(
                 gradient=_root_of(loss, share * self._world_size if self._wraps else share),
@@ -219,6 +223,7 @@ class Engine:
             )
         for name in chosen:
             self._losses.setdefault(name, []).append(loss.detach())
+        step_times.current().enter(step_times.COMPUTING)
         self.emit("on_after_backward")
 
     def _inputs_of(self, names: Sequence[str]) -> list[torch.nn.Parameter] | None:

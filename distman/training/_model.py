@@ -118,7 +118,7 @@ class TrainedModel:
         """Allow calls of the wrapped module within a ``with`` block, which all ranks must run."""
         self._is_training = self._is_used = True
         try:
-            with WaitScope("a step of the sharded model") if self.is_sharded else nullcontext():
+            with WaitScope("a step of the sharded model", computes=True) if self.is_sharded else nullcontext():
                 yield self.wrapped
         finally:
             self._is_training = False
@@ -155,7 +155,7 @@ class TrainedModel:
             return
         wrapped.module = _ZeroGradients(self.module, self._trained)
         try:
-            with self.training() as model, WaitScope("the buckets of the gradients"):
+            with self.training() as model, WaitScope("the buckets of the gradients", computes=True):
                 model().backward()
         finally:
             wrapped.module = self.module

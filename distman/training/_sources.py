@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from distman._base.log import logger
+from distman._coordination import step_times
 from distman._coordination.wait_scope import collective
 from distman._torch_internals import tree_leaves
 from distman.collectives import all_gather_numbers, broadcast_data, sum_numbers
@@ -209,7 +210,7 @@ class ForeignSource:
         """Yield the rest of an epoch; nothing if the next one has been reached. Collective."""
         if self._epoch > epoch:
             return
-        iterator = self._resume(epoch)
+        iterator = step_times.current().batches(self._resume(epoch))
         num_own = self._take(iterator)
         num_total = self._first_total(num_own)
         while num_total:

@@ -14,6 +14,7 @@ from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.deadlocks import DeadlockWatch
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.refusals import RefusalWatch
+from distman._coordination.monitor.slowness import SlownessWatch
 from distman._coordination.tracking import LongWait
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class PeerMonitor:
         self._stack_queries = StackQueries(store, context.rank)
         self._deadlocks = DeadlockWatch(context.rank, context.peers)
         self._refusals = RefusalWatch(context.rank)
+        self._slowness = SlownessWatch(context.rank, context.peers)
         self._num_news = 0
         self._last_beat = -math.inf
         # The next rank's sign of life, on this rank's clock.
@@ -74,6 +76,7 @@ class PeerMonitor:
                 return self._seen(first)
         self._refusals.look(self._store, is_news=is_news)
         self._deadlocks.look(self._store, is_news=is_news)
+        self._slowness.look(self._store)
         if self._hangs is not None:
             self._hangs.look(self._stack_queries, self._deadlocks.in_torch)
         return None

@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from distman._base.arguments import check_options
+from distman._coordination.step_times import time_reductions
 
 
 def wrap(module: torch.nn.Module, options: dict[str, Any], device: torch.device) -> DistributedDataParallel:
@@ -16,6 +17,12 @@ def wrap(module: torch.nn.Module, options: dict[str, Any], device: torch.device)
 
     On a GPU it is made on a stream of its own, as torch wants it for CUDA graphs.
     """
+    wrapped = _made(module, options, device)
+    time_reductions(wrapped)
+    return wrapped
+
+
+def _made(module: torch.nn.Module, options: dict[str, Any], device: torch.device) -> DistributedDataParallel:
     if device.type != "cuda":
         return DistributedDataParallel(module, **options)
     side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped

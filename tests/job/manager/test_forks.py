@@ -49,6 +49,7 @@ CONCERNS_OTHERS = {
     "barrier": lambda manager: manager.barrier(),
     "request_stop": lambda manager: manager.request_stop(),
     "should_stop": lambda manager: manager.should_stop(),
+    "slow_ranks": lambda manager: manager.slow_ranks(),
     "requeue": lambda manager: manager.requeue(),
     "wrap_ddp": lambda manager: manager.wrap_ddp(torch.nn.Linear(1, 1)),
     "wrap_fsdp": lambda manager: manager.wrap_fsdp(torch.nn.Linear(1, 1)),
