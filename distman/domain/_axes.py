@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ class Axis:
     group: dist.ProcessGroup | str | None
     length: int
     cuts: tuple[int, ...]
+    dim: int = -1  # of the field that the model was given
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
@@ -40,7 +42,7 @@ class Axis:
         return tuple(end - start for start, end in self.intervals)
 
     def resized(self, length: int) -> Axis:
-        return Axis(self.group, length, self.cuts)
+        return dataclasses.replace(self, length=length)
 
 
 Layout = dict[int, Axis]  # the split dims of a tensor, counted from its end: -1 is the last

@@ -49,14 +49,7 @@ def scatter_domain(
     if isinstance(found, str):
         raise ValueError(found)
     for at, dim, group in steps:
-        shares = (weights or {}).get(dim)
-        if shares is not None and len(shares) != group.size:
-            raise ValueError(
-                f"weights must hold one number for each of the {group.size} ranks of dim {dim}, got {list(shares)}. "
-                "Pass as many as ranks."
-            )
-        sizes = weighted_sizes(found[at], shares) if shares is not None else split_sizes(found[at], group.size)
-        tensor = scatter_v(tensor, sizes, dim, 0, dims[dim])
+        tensor = scatter_v(tensor, block_sizes(found[at], dim, group.size, weights), dim, 0, dims[dim])
     if tensor is None:
         raise ValueError("dims must name a dim, got none. Pass {-1: 'world'}, say.")
     return tensor
@@ -93,6 +86,19 @@ def gather_domain(tensor: torch.Tensor, dims: Dims, *, everywhere: bool = False)
             if resolve_group(group).rank:
                 break
     return tensor
+
+
+def block_sizes(length: int, dim: int, num: int, weights: Mapping[int, Sequence[float]] | None) -> list[int]:
+    """Return the sizes of the blocks of so many ranks along a dim."""
+    shares = (weights or {}).get(dim)
+    if shares is None:
+        return split_sizes(length, num)
+    if len(shares) != num:
+        raise ValueError(
+            f"weights must hold one number for each of the {num} ranks of dim {dim}, got {list(shares)}. Pass as many "
+            "as ranks."
+        )
+    return weighted_sizes(length, shares)
 
 
 def _lengths(tensor: torch.Tensor | None, dims: Dims) -> list[int] | str:

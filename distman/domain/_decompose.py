@@ -33,10 +33,9 @@ _LAYERS = dict(
     [
         *(_made(layer, _local.Conv) for layer in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
         *(_made(one, _local.ConvTranspose) for one in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
-        *(_made(getattr(nn, f"MaxPool{num}d"), _local.MaxPool, num_dims=num) for num in (1, 2, 3)),
-        *(_made(getattr(nn, f"AvgPool{num}d"), _local.AvgPool, num_dims=num) for num in (1, 2, 3)),
         *(
-            _made(getattr(nn, f"Adaptive{kind}Pool{num}d"), _local.AdaptivePool, num_dims=num, is_max=kind == "Max")
+            _made(getattr(nn, f"{prefix}{kind}Pool{num}d"), base, num_dims=num, is_max=kind == "Max")
+            for prefix, base in (("", _local.Pool), ("Adaptive", _local.AdaptivePool))
             for kind in ("Avg", "Max")
             for num in (1, 2, 3)
         ),

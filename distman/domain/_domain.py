@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Domain:
             cuts: tuple[int, ...] = ()
             for layout, sizes in zip(layouts, _sizes(fields, dim, group), strict=True):
                 cuts = cuts or tuple(itertools.accumulate(sizes))
-                layout[dim] = Axis(group, sum(sizes), cuts)
+                layout[dim] = Axis(group, sum(sizes), cuts, dim)
                 if layout[dim].sizes != tuple(sizes):
                     raise ValueError(
                         f"fields of length {sum(sizes)} along dim {dim} must be split into {list(layout[dim].sizes)} "
@@ -127,15 +127,23 @@ class OnBlocks:
 
 @collective
 def window(
-    tensor: torch.Tensor, dim: int, axis: Axis, bounds: list[tuple[int, int]], boundary: Boundary = "zeros"
+    tensor: torch.Tensor,
+    dim: int,
+    axis: Axis,
+    bounds: Sequence[tuple[int, int]],
+    boundary: Boundary = "zeros",
+    value: float = 0.0,
 ) -> torch.Tensor:
-    """Return this rank's window of a field, each rank's being given by its bounds in the full field."""
+    """Return this rank's window of a field, each rank's being given by its bounds in the full field.
+
+    Beyond the ends of the field the boundary "zeros" has the value.
+    """
     group = resolve_group(axis.group)
-    if group.size == 1 and bounds == [(0, axis.length)]:
+    if group.size == 1 and list(bounds) == [(0, axis.length)]:
         return tensor
     windows = Windows(axis.sizes, tuple(bounds), boundary)
     tensor = check_call("a layer of a decomposed model", tensor, group, free_dim=dim, dim=dim, windows=windows.text)
-    result: torch.Tensor = Fetch.apply(tensor, dim % tensor.ndim, windows, group)
+    result: torch.Tensor = Fetch.apply(tensor, dim % tensor.ndim, windows, group, value)
     return result
 
 

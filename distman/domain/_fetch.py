@@ -15,16 +15,21 @@ _IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
 class Fetch(LinearFunction):
-    """This rank's window of a dim, of which the ranks whose shards it touches send their parts."""
+    """This rank's window of a dim, of which the ranks whose shards it touches send their parts.
+
+    What no shard has gets a value, which is none of the linear map: the adjoint's adjoint has zeros there.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, dim: int, windows: Windows, group: Group, value: float = 0.0
+    ) -> torch.Tensor:
         ctx.arguments = dim, windows, group
         tensor = still_carried(tensor, group)
-        incoming, outgoing, zeros = plan(windows, group.rank)
+        incoming, outgoing, beyond = plan(windows, group.rank)
         result = _empty(tensor, dim, windows.length(group.rank))
-        for start, end in zeros:
-            result.narrow(dim, start, end - start).zero_()
+        for start, end in beyond:
+            result.narrow(dim, start, end - start).fill_(value)
         sends, receives = _nothing(tensor, dim, group), _nothing(tensor, dim, group)
         for rank, runs in outgoing.items():
             sends[rank] = _joined([_taken(tensor, dim, run) for run in runs], dim)
@@ -44,7 +49,7 @@ class Fetch(LinearFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return Deposit.apply(grad, *ctx.arguments), None, None, None
+        return Deposit.apply(grad, *ctx.arguments), None, None, None, None
 
 
 class Deposit(LinearFunction):

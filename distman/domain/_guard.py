@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from distman.domain._axes import Layout, layout_of, set_layout
+from distman.domain._axes import Axis, Layout, layout_of, set_layout
 
-Rule = Callable[[str, Sequence[Any], dict[str, Any], Any], Layout | None]
+Function = Callable[..., Any]
+Rule = Callable[[str, Function, Sequence[Any], dict[str, Any]], Layout]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -32,16 +33,18 @@ _POINTWISE = _words(
     "empty_like full_like rand_like randn_like copy data real imag view_as_real leaky_relu gelu silu mish hardswish "
     "hardsigmoid relu sigmoid tanh"
 )
-# Functions that compute along a dim, at this place among their arguments, with this default, and keep the others.
+# Functions that compute along a dim, at this place among their arguments, with this default, and keep its length.
 _ALONG = {
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "narrow", "index_select"), (1, None)),
-    **dict.fromkeys(("chunk", "split", "tensor_split"), (2, 0)),
-    **{"cat": (1, 0), "concat": (1, 0), "concatenate": (1, 0), "glu": (1, -1), "normalize": (2, 1)},
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "index_select"), (1, None)),
+    "normalize": (2, 1),
 }
-_REDUCING = {
-    **dict.fromkeys(("sum", "mean", "amax", "amin", "var", "std", "prod", "logsumexp", "any", "all", "max", "min"), 1),
-    **{"argmax": 1, "argmin": 1, "unbind": 1, "select": 1, "norm": 2, "vector_norm": 2},
-}
+# Functions whose result no longer has a dim that they compute along, take a part of, or join with another.
+_TELLING = _words(
+    "sum mean amax amin var std prod logsumexp any all max min argmax argmin norm vector_norm unbind select narrow "
+    "chunk split tensor_split cat concat concatenate stack glu permute transpose movedim moveaxis swapaxes swapdims "
+    "unsqueeze squeeze flatten unflatten repeat linear matmul mm bmm einsum getitem"
+)
+_RESHAPING = _words("reshape view expand expand_as")
 _INSTEAD = {
     "pad": "Use a module such as torch.nn.ZeroPad2d, ReflectionPad2d or CircularPad2d",
     "interpolate": "Use the module torch.nn.Upsample",
@@ -66,7 +69,7 @@ class Guard(TorchFunctionMode):
         self.is_paused = False
 
     def __torch_function__(
-        self, func: Callable[..., Any], _types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+        self, func: Function, _types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if self.is_paused or not any(map(layout_of, _tensors((args, kwargs)))):
@@ -75,9 +78,9 @@ class Guard(TorchFunctionMode):
         rule = _rule_of(name)
         if rule is None:
             raise _refusal(name, "it is not known to treat each position alone")
+        layout = rule(name, func, args, kwargs)
         result = func(*args, **kwargs)
-        layout = rule(name, args, kwargs, result)
-        if layout is not None:
+        if layout:
             for tensor in _tensors(result):
                 set_layout(tensor, layout)
         return result
@@ -112,10 +115,9 @@ def _name_of(func: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _rule_of(name: str) -> Rule | None:
-    if name in _READ:
-        return lambda *_: None
-    if name in _RULES:
-        return _RULES[name]
+    for rule, names in ((_reading, _READ), (_along, _ALONG), (_telling, _TELLING), (_reshaping, _RESHAPING)):
+        if name in names:
+            return rule
     packet = getattr(torch.ops.aten, name, None)
     is_tagged = packet is not None and any(
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
@@ -123,7 +125,11 @@ def _rule_of(name: str) -> Rule | None:
     return _pointwise if is_tagged or name in _POINTWISE else None
 
 
-def _pointwise(name: str, args: Sequence[Any], kwargs: dict[str, Any], _: Any = None) -> Layout:
+def _reading(_name: str, _func: Function, _args: Sequence[Any], _kwargs: dict[str, Any]) -> Layout:
+    return {}
+
+
+def _pointwise(name: str, _func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
     """Return the common layout of all arguments; all that extend along a split dim must be split there alike."""
     merged: Layout = {}
     everything = list(_tensors((args, kwargs)))
@@ -142,113 +148,71 @@ def _pointwise(name: str, args: Sequence[Any], kwargs: dict[str, Any], _: Any = 
     return merged
 
 
-def _argument(args: Sequence[Any], kwargs: dict[str, Any], place: int, default: Any, *names: str) -> Any:
-    for name in names:
-        if name in kwargs:
-            return kwargs[name]
-    return args[place] if len(args) > place else default
-
-
-def _along(name: str, args: Sequence[Any], kwargs: dict[str, Any], _: Any) -> Layout:
-    layout = _pointwise(name, args[:1], kwargs)
-    dims = _argument(args, kwargs, _ALONG[name][0], _ALONG[name][1], "dim", "dims", "axis")
-    _check_whole(name, dims, layout, next(_tensors(args)).ndim)
+def _along(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
+    place, default = _ALONG[name]
+    dim = kwargs.get("dim", args[place] if len(args) > place else default)
+    layout, ndim = _pointwise(name, func, args[:1], kwargs), next(_tensors((args, kwargs))).ndim
+    if not isinstance(dim, int) or (dim if dim < 0 else dim - ndim) in layout:
+        raise _refusal(name, f"it computes along dim {dim}, which is split")
     return layout
 
 
-def _check_whole(name: str, dims: Any, layout: Layout, ndim: int) -> list[int]:
-    """Return the dims, counted from the end, none of which is split."""
-    if dims is None or any(isinstance(dim, str | bool) for dim in (dims if isinstance(dims, list | tuple) else [dims])):
-        raise _refusal(name, "it computes along all dims")
-    whole = [dim if dim < 0 else dim - ndim for dim in (dims if isinstance(dims, list | tuple) else [dims])]
-    split = [dim for dim in whole if dim in layout]
-    if split or not whole:
-        raise _refusal(name, f"it computes along dim {split[0] if split else 'all'}, which is split")
-    return whole
-
-
-def _reducing(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Layout:
-    place = _REDUCING[name]
-    dims = _argument(args, kwargs, place, None, "dim", "axis")
-    if isinstance(dims, torch.Tensor) or "other" in kwargs:
-        return _pointwise(name, args, kwargs)
-    layout = layout_of(args[0])
-    whole = _check_whole(name, dims, layout, args[0].ndim)
-    first = next(_tensors(result))
-    return layout if first.ndim == args[0].ndim else {d + sum(w > d for w in whole): a for d, a in layout.items()}
-
-
-def _moving(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Layout:
-    """Follow the dims of a view that reorders, adds or drops dims, by what it makes of a small tensor."""
-    tensor = args[0]
-    if result is tensor:
-        raise _refusal(name, "it changes the dims of a tensor in place")
-    if name == "squeeze" and len(args) + len(kwargs) < 2:
+def _telling(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
+    """Follow the dims by what a function makes of tensors without data, whose split dims have lengths of their own."""
+    if name in ("max", "min") and ("other" in kwargs or (isinstance(args[-1], torch.Tensor) and len(args) > 1)):
+        return _pointwise(name, func, args, kwargs)
+    if name == "getitem" and any(
+        isinstance(one, torch.Tensor | list) for one in (args[1] if isinstance(args[1], tuple) else args[1:])
+    ):
+        raise _refusal("indexing by tensors", "where its entries come from is not known")
+    fields = [tensor for tensor in _tensors((args, kwargs)) if layout_of(tensor)]
+    if name == "einsum" and len(fields) > 1:
+        raise _refusal(name, "it multiplies fields")
+    longest = 1 + max(max(tensor.shape) for tensor in _tensors((args, kwargs)) if tensor.ndim)
+    axes = dict.fromkeys(axis for tensor in fields for axis in layout_of(tensor).values())
+    # Odd multiples: what is left of one of them is no other one.
+    lengths = {axis: longest * (2 * at + 3) for at, axis in enumerate(axes)}
+    shape = _shape_of_result(name, func, args, kwargs, lengths)
+    if name == "squeeze" and len(shape) != len(_shape_of_result(name, func, args, kwargs, dict.fromkeys(axes, 1))):
         raise _refusal(name, "which dims it drops depends on the rank; name the dim")
-    # Of lengths that tell the dims apart, but 1 where it was: what squeeze drops.
-    lengths = [
-        1 if tensor.shape[d] == 1 and d - tensor.ndim not in layout_of(tensor) else d + 2 for d in range(tensor.ndim)
-    ]
-    probe = getattr(torch.empty(lengths, device="meta"), name)(*args[1:], **kwargs)
-    places = {length: d - probe.ndim for d, length in enumerate(probe.shape)}
-    layout = layout_of(tensor)
-    return {places[lengths[d]]: axis for d, axis in layout.items()}
+    for tensor in fields:
+        for dim, axis in layout_of(tensor).items():
+            if shape.count(lengths[axis]) != 1:
+                raise _refusal(name, f"it does not keep dim {dim}, which is split")
+    return {shape.index(length) - len(shape): axis for axis, length in lengths.items()}
 
 
-def _reshaping(name: str, args: Sequence[Any], _kwargs: dict[str, Any], result: torch.Tensor) -> Layout:
+def _reshaping(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
     """Follow the dims of a reshaped tensor: a dim is the same where it and all behind it have kept their lengths."""
     tensor, layout = args[0], {}
+    shape = torch.Size(_shape_of_result(name, func, args, kwargs, {}))
     for dim, axis in layout_of(tensor).items():
         behind = tensor.shape[tensor.ndim + dim + 1 :].numel()
-        same = [d for d in range(-result.ndim, 0) if result.shape[d] == tensor.shape[dim]]
-        same = [d for d in same if result.shape[result.ndim + d + 1 :].numel() == behind]
+        same = [d for d in range(-len(shape), 0) if shape[d] == tensor.shape[dim]]
+        same = [d for d in same if shape[len(shape) + d + 1 :].numel() == behind]
         if dim not in same and (len(same) != 1 or tensor.shape[dim] < 2):
             raise _refusal(name, f"it does not keep dim {dim}, which is split")
         layout[dim if dim in same else same[0]] = axis
     return layout
 
 
-def _linear(name: str, args: Sequence[Any], kwargs: dict[str, Any], _: Any) -> Layout:
-    layout = layout_of(args[0])
-    others = [*args[1:], *kwargs.values()]
-    if -1 in layout or any(map(layout_of, _tensors(others))) or any(one.ndim > 2 for one in _tensors(others)):
-        raise _refusal(name, "it adds up along dim -1, which is split, or multiplies fields")
-    return layout
+def _shape_of_result(
+    name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any], lengths: dict[Axis, int]
+) -> list[int]:
+    """Return the shape that the result would have if the split dims had these lengths."""
 
+    def without_data(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            shape = list(value.shape)
+            for dim, axis in layout_of(value).items():
+                shape[dim] = lengths.get(axis, shape[dim])
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+        if isinstance(value, list | tuple) and next(_tensors(value), None) is not None:
+            return type(value)(map(without_data, value))
+        return value
 
-def _indexing(_name: str, args: Sequence[Any], _kwargs: dict[str, Any], result: torch.Tensor) -> Layout:
-    tensor, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
-    if any(isinstance(one, torch.Tensor | list) for one in index):
-        raise _refusal("indexing by tensors", "where its entries come from is not known")
-    num_given = sum(one is not None and one is not Ellipsis for one in index)
-    filled: list[Any] = []
-    for one in index if Ellipsis in index else (*index, Ellipsis):
-        filled += [slice(None)] * (tensor.ndim - num_given) if one is Ellipsis else [one]
-    layout, dim, place = {}, -tensor.ndim, -result.ndim
-    for one in filled:
-        if one is not None and dim in layout_of(tensor):
-            if one != slice(None):
-                raise _refusal("indexing", f"it takes a part of dim {dim}, which is split")
-            layout[place] = layout_of(tensor)[dim]
-        dim += one is not None
-        place += one is None or isinstance(one, slice)
-    return layout
-
-
-def _stacking(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Layout:
-    given = _argument(args, kwargs, 1, 0, "dim")
-    dim = given if given < 0 else given - result.ndim
-    layout = _pointwise(name, args[:1], kwargs)
-    return {one - (one <= dim): axis for one, axis in layout.items()}
-
-
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ALONG, _along),
-    **dict.fromkeys(_REDUCING, _reducing),
-    **dict.fromkeys(
-        ("permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "unsqueeze", "squeeze"), _moving
-    ),
-    **dict.fromkeys(("reshape", "view", "flatten", "unflatten", "expand", "expand_as", "repeat"), _reshaping),
-    **dict.fromkeys(("linear", "matmul"), _linear),
-    **{"getitem": _indexing, "stack": _stacking},
-}
+    try:
+        result = func(*map(without_data, args), **{key: without_data(value) for key, value in kwargs.items()})
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise _refusal(name, f"it needs the lengths of a block, {str(error).splitlines()[0]}") from error
+    return list(next(_tensors(result)).shape)

@@ -73,7 +73,7 @@ def halo_exchange(
     for along in _each_dim(tensor, halo, dim, boundary, sizes, group):
         tensor = _checked("halo_exchange", tensor, along)
         tensor, lengths, axis = shard_sizes("halo_exchange", tensor, along.sizes, along.dim, along.group)
-        _check_reach(along, sum(lengths))
+        check_reach(along.dim, along.before, along.after, along.boundary, sum(lengths))
         prepared.append((axis, halo_windows(lengths, along.before, along.after, along.boundary), along.group))
     for axis, windows, members in prepared:
         tensor = Fetch.apply(tensor, axis, windows, members)
@@ -139,9 +139,8 @@ def _each_dim(tensor: torch.Tensor, halo: Any, dim: Any, boundary: Any, sizes: A
                 f"{name} must have one entry for each of the {len(dims)} dims {tuple(dims)}, got {len(given)}. Pass as "
                 "many as dims."
             )
-    unknown = [one for one in boundaries if one not in BOUNDARIES]
-    if unknown:
-        raise ValueError(f"boundary must be one of {', '.join(BOUNDARIES)}, got {unknown[0]!r}. Choose one.")
+    for one in boundaries:
+        check_boundary(one)
     members = [resolve_group(one) for one in groups]
     wide = [one.ranks for one in members if one.size > 1]
     if len(set(wide)) < len(wide):
@@ -152,12 +151,12 @@ def _each_dim(tensor: torch.Tensor, halo: Any, dim: Any, boundary: Any, sizes: A
     if isinstance(tensor, torch.Tensor) and len({one % tensor.ndim for one in dims if tensor.ndim}) < len(dims):
         raise ValueError(f"dim must hold different dims, got {tuple(dims)}. Name each dim once.")
     return [
-        _Along(one, *_pair(width), bound, listed, of)
+        _Along(one, *pair(width), bound, listed, of)
         for one, width, bound, listed, of in zip(dims, halos, boundaries, lists, members, strict=True)
     ]
 
 
-def _pair(halo: Any) -> tuple[int, int]:
+def pair(halo: Any) -> tuple[int, int]:
     numbers = tuple(halo) if isinstance(halo, list | tuple) else (halo, halo)
     if len(numbers) != 2 or not all(is_whole_number(number) and number >= 0 for number in numbers):
         raise ValueError(
@@ -181,13 +180,18 @@ def _checked(operation: str, tensor: torch.Tensor, along: _Along) -> torch.Tenso
     )
 
 
-def _check_reach(along: _Along, length: int) -> None:
-    most = longest_halo(along.boundary, length)
-    if max(along.before, along.after) > most:
+def check_reach(dim: int, before: int, after: int, boundary: Boundary, length: int) -> None:
+    most = longest_halo(boundary, length)
+    if max(before, after) > most:
         raise ValueError(
-            f"halo must be at most {most} where a tensor of length {length} along dim {along.dim} continues by "
-            f"{along.boundary!r}, got {(along.before, along.after)}. Choose a smaller halo, or another boundary."
+            f"halo must be at most {most} where a tensor of length {length} along dim {dim} continues by {boundary!r}, "
+            f"got {(before, after)}. Choose a smaller halo, or another boundary."
         )
+
+
+def check_boundary(boundary: str) -> None:
+    if boundary not in BOUNDARIES:
+        raise ValueError(f"boundary must be one of {', '.join(BOUNDARIES)}, got {boundary!r}. Choose one.")
 
 
 def _windows_within(tensor: torch.Tensor, along: _Along) -> tuple[torch.Tensor, Windows, int]:
@@ -205,7 +209,7 @@ def _windows_within(tensor: torch.Tensor, along: _Along) -> tuple[torch.Tensor, 
                 f"tensor must hold its halos {(along.before, along.after)} along dim {along.dim} on every rank, got "
                 f"lengths {padded}. Pass what halo_exchange returns."
             )
-    _check_reach(along, sum(lengths))
+    check_reach(along.dim, along.before, along.after, along.boundary, sum(lengths))
     windows = halo_windows(lengths, along.before, along.after, along.boundary)
     if tensor.shape[axis] != windows.length(along.group.rank):
         raise ValueError(

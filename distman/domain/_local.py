@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,50 +21,89 @@ def repeated(value: Any, num: int) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * num
 
 
-def padded(tensor: torch.Tensor, dim: int, before: int, after: int, value: float = 0.0) -> torch.Tensor:
-    """Pad a dim by a constant; negative numbers cut off."""
+def padded(
+    tensor: torch.Tensor, dim: int, before: int, after: int, boundary: Boundary = "zeros", value: float = 0.0
+) -> torch.Tensor:
+    """Pad a dim that is whole; negative numbers cut off."""
     if before == after == 0:
         return tensor
-    return functional.pad(tensor, [0] * (2 * (-dim - 1)) + [before, after], value=value)
+    if boundary == "zeros":
+        return functional.pad(tensor, [0] * (2 * (-dim - 1)) + [before, after], value=value)
+    # By indices, since torch refuses to pad what is empty along another dim.
+    places = torch.arange(tensor.shape[dim], dtype=torch.float64, device=tensor.device)[None, None]
+    return tensor.index_select(dim, functional.pad(places, (before, after), mode=boundary)[0, 0].long())
 
 
-def clipped_window(
-    tensor: torch.Tensor, dim: int, axis: Axis, bounds: list[tuple[int, int]], value: float
-) -> torch.Tensor:
-    """Return a window, beyond the ends of the field a constant."""
-    inside = [(min(max(start, 0), axis.length), min(max(end, 0), axis.length)) for start, end in bounds]
-    rank = rank_in(axis)
-    part = window(tensor, dim, axis, inside)
-    (start, end), (low, high) = bounds[rank], inside[rank]
-    if low == high:
-        return padded(part, dim, 0, end - start, value)
-    return padded(part, dim, low - start, end - high, value)
+def strided_window(
+    tensor: torch.Tensor,
+    dim: int,
+    axis: Axis,
+    length: int,
+    stride: int,
+    before: int,
+    reach: int,
+    boundary: Boundary = "zeros",
+    value: float = 0.0,
+) -> tuple[torch.Tensor, Axis]:
+    """Return what a layer needs for this rank's entries of a result, each of which takes so many, and its axis.
+
+    Where a rank has no entries of the result, it is given what the first one needs.
+    """
+    out = axis.resized(length)
+    entries = [(start, end) if start < end else (0, 1) for start, end in out.intervals]
+    bounds = [(start * stride - before, (end - 1) * stride - before + reach) for start, end in entries]
+    return window(tensor, dim, axis, bounds, boundary, value), out
 
 
-class _Emptied:
-    """Gives a layer of torch an entry to compute with where this rank has no result, which is dropped afterwards."""
-
-    def __init__(self) -> None:
-        self._dims: list[int] = []
-
-    def fill(self, tensor: torch.Tensor, dim: int, num_results: int, length: int) -> torch.Tensor:
-        if num_results:
-            return tensor
-        self._dims.append(dim)
-        return padded(tensor, dim, 0, length - tensor.shape[dim])
-
-    def drop(self, tensor: torch.Tensor) -> torch.Tensor:
-        for dim in self._dims:
+def without_spare(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Drop what a rank has computed that has no entries of the result."""
+    for dim, axis in layout.items():
+        if not axis.sizes[rank_in(axis)]:
             tensor = tensor.narrow(dim, 0, 0)
-        return tensor
+    return tensor
 
 
-def _strided(out: Axis, stride: int, before: int, reach: int) -> list[tuple[int, int]]:
-    """Return what each rank needs for its results, of which each takes so many entries."""
-    return [
-        (start * stride - before, (end - 1) * stride - before + reach) if start < end else (0, 0)
-        for start, end in out.intervals
-    ]
+Growth = tuple[int, int, int, int]  # factor, entries cut off in front, reach of an entry beside its own, length
+
+
+def enlarged_window(
+    tensor: torch.Tensor, layout: Layout, growths: Mapping[int, Growth], more: int, *, is_clipped: bool = False
+) -> tuple[torch.Tensor, Layout, list[tuple[int, int, int]]]:
+    """Return what a layer needs that makes several entries of one, how the result is split, and how to crop it.
+
+    So many more entries are taken behind; beyond the field there are zeros, or nothing.
+    """
+    out_layout, crops = {}, []
+    for dim, axis in layout.items():
+        factor, padding, reach, length = growths[dim]
+        out = out_layout[dim] = axis.resized(length)
+        entries = [(start, end) if start < end else (0, 1) for start, end in out.intervals]
+        bounds = [((s + padding - reach) // factor, -(-(e + padding) // factor) + more) for s, e in entries]
+        if is_clipped:
+            bounds = [(max(start, 0), min(end, axis.length)) for start, end in bounds]
+        tensor = window(tensor, dim, axis, bounds)
+        rank = rank_in(axis)
+        crops.append((dim, entries[rank][0] + padding - bounds[rank][0] * factor, out.sizes[rank]))
+    return tensor, out_layout, crops
+
+
+def cropped(tensor: torch.Tensor, crops: list[tuple[int, int, int]]) -> torch.Tensor:
+    for crop in crops:
+        tensor = tensor.narrow(*crop)
+    return tensor
+
+
+def _num_results(layer: OnBlocks, room: int, stride: int) -> int:
+    if room < 0:
+        raise layer.refuse("must have a kernel that fits into the field, got a smaller field. Use a larger one")
+    return room // stride + 1
+
+
+def _check_padding(layer: OnBlocks, length: int, before: int, after: int, boundary: Boundary) -> None:
+    if max(before, after) > longest_halo(boundary, length):
+        raise layer.refuse(
+            f"must pad by {boundary} less than the field is long, got {before, after} for {length}. Pad less"
+        )
 
 
 def _padding_of(padding: Any, at: int, reach: int) -> tuple[int, int]:
@@ -78,91 +117,45 @@ class Conv(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num = len(self.kernel_size)
         self.spatial(layout, num)
-        out_layout, emptied, paddings = {}, _Emptied(), [0] * num
+        out_layout, paddings = {}, [0] * num
         mode: Boundary = self.padding_mode  # by torch's names, which are ours
         for at in range(num):
-            dim, stride, dilation = at - num, self.stride[at], self.dilation[at]
-            reach = dilation * (self.kernel_size[at] - 1) + 1
+            dim, reach = at - num, self.dilation[at] * (self.kernel_size[at] - 1) + 1
             before, after = _padding_of(self.padding, at, reach)
             if dim in layout:
-                axis = layout[dim]
-                _check_padding(self, axis, before, after, mode)
-                out = axis.resized(_num_results(self, axis.length + before + after - reach, stride))
-                tensor = window(tensor, dim, axis, _strided(out, stride, before, reach), mode)
-                tensor = emptied.fill(tensor, dim, out.sizes[rank_in(out)], reach)
-                out_layout[dim] = out
+                axis, stride = layout[dim], self.stride[at]
+                _check_padding(self, axis.length, before, after, mode)
+                length = _num_results(self, axis.length + before + after - reach, stride)
+                tensor, out_layout[dim] = strided_window(tensor, dim, axis, length, stride, before, reach, mode)
             elif mode == "zeros" and before == after:
                 paddings[at] = before
-            elif mode == "zeros":
-                tensor = padded(tensor, dim, before, after)
-            elif before or after:
-                tensor = _continued(tensor, dim, before, after, mode)
+            else:
+                tensor = padded(tensor, dim, before, after, mode)
         convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[num - 1]
         result = convolve(tensor, self.weight, self.bias, self.stride, tuple(paddings), self.dilation, self.groups)
-        return emptied.drop(result), out_layout
-
-
-def _num_results(layer: OnBlocks, room: int, stride: int) -> int:
-    if room < 0:
-        raise layer.refuse("must have a kernel that fits into the field, got a smaller field. Use a larger one")
-    return room // stride + 1
-
-
-def _check_padding(layer: OnBlocks, axis: Axis, before: int, after: int, boundary: Boundary) -> None:
-    if max(before, after) > longest_halo(boundary, axis.length):
-        raise layer.refuse(
-            f"must pad by {boundary} less than the field is long, got {before, after} for {axis.length}. Pad less"
-        )
-
-
-def _continued(tensor: torch.Tensor, dim: int, before: int, after: int, mode: str) -> torch.Tensor:
-    """Pad a dim that is whole by what the field is beyond its ends, also where another dim is empty on this rank."""
-    places = torch.arange(tensor.shape[dim], dtype=torch.float64, device=tensor.device)[None, None]
-    return tensor.index_select(dim, functional.pad(places, (before, after), mode=mode)[0, 0].long())
+        return without_spare(result, out_layout), out_layout
 
 
 class ConvTranspose(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num = len(self.kernel_size)
         self.spatial(layout, num)
-        paddings, extra, fits = list(self.padding), list(self.output_padding), []
-        out_layout = {}
+        paddings, extra, growths = list(self.padding), list(self.output_padding), {}
         for dim, axis in layout.items():
             at = dim + num
-            stride, reach = self.stride[at], self.dilation[at] * (self.kernel_size[at] - 1)
-            length = (axis.length - 1) * stride - 2 * self.padding[at] + reach + self.output_padding[at] + 1
+            stride, padding, reach = self.stride[at], self.padding[at], self.dilation[at] * (self.kernel_size[at] - 1)
+            length = (axis.length - 1) * stride - 2 * padding + reach + self.output_padding[at] + 1
             if axis.length == 0 or length < 1:
                 raise self.refuse(f"must have a result, got a field of length {axis.length}. Use a larger one")
-            out = axis.resized(length)
-            bounds = [_touching(axis.length, *one, stride, self.padding[at], reach) for one in out.intervals]
-            tensor = window(tensor, dim, axis, bounds)
-            rank = rank_in(axis)
-            fits.append((dim, bounds[rank][0] * stride - self.padding[at], *out.intervals[rank]))
+            growths[dim] = stride, padding, reach, length
             paddings[at] = extra[at] = 0
-            out_layout[dim] = out
+        tensor, out_layout, crops = enlarged_window(tensor, layout, growths, 1)
         convolve = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)[num - 1]
         result = convolve(tensor, self.weight, None, self.stride, paddings, extra, self.groups, self.dilation)
-        for dim, first, start, end in fits:
-            result = _fitted(result, dim, first, start, end)
+        result = cropped(result, crops)
         if self.bias is not None:
             result = result + self.bias.view(-1, *[1] * num)
         return result, out_layout
-
-
-def _touching(length: int, start: int, end: int, stride: int, padding: int, reach: int) -> tuple[int, int]:
-    """Return the entries that reach into a part of the result; one of them, if there is none."""
-    low = max(0, -(-(start + padding - reach) // stride))
-    high = min(length, (end - 1 + padding) // stride + 1)
-    low = min(low, length - 1)
-    return low, max(high, low + 1)
-
-
-def _fitted(tensor: torch.Tensor, dim: int, first: int, start: int, end: int) -> torch.Tensor:
-    """Return the part from start to end of what begins at ``first``, with zeros where it lacks."""
-    low, high = max(first, start), min(first + tensor.shape[dim], end)
-    if low >= high:
-        return padded(tensor.narrow(dim, 0, 0), dim, 0, end - start)
-    return padded(tensor.narrow(dim, low - first, high - low), dim, low - start, end - high)
 
 
 def _pooled_length(length: int, padding: int, reach: int, stride: int, *, rounds_up: bool) -> int:
@@ -171,46 +164,44 @@ def _pooled_length(length: int, padding: int, reach: int, stride: int, *, rounds
     return num - 1 if rounds_up and (num - 1) * stride >= length + padding else num
 
 
-class MaxPool(OnBlocks):
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        num = self.num_dims
-        self.spatial(layout, num)
-        kernel, padding, dilation = (repeated(one, num) for one in (self.kernel_size, self.padding, self.dilation))
-        stride = repeated(self.stride or self.kernel_size, num)
-        out_layout, emptied, paddings = {}, _Emptied(), list(padding)
-        for dim, axis in layout.items():
-            at = dim + num
-            reach = dilation[at] * (kernel[at] - 1) + 1
-            length = _pooled_length(axis.length, padding[at], reach, stride[at], rounds_up=self.ceil_mode)
-            _num_results(self, length - 1, 1)
-            out = axis.resized(length)
-            bounds = _strided(out, stride[at], padding[at], reach)
-            tensor = clipped_window(tensor, dim, axis, bounds, -math.inf)
-            tensor = emptied.fill(tensor, dim, out.sizes[rank_in(axis)], reach)
-            paddings[at] = 0
-            out_layout[dim] = out
-        pool = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[num - 1]
-        result: torch.Tensor = pool(tensor, kernel, stride, paddings, dilation, self.ceil_mode)
-        return emptied.drop(result), out_layout
-
-
-class AvgPool(OnBlocks):
+class Pool(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num = self.num_dims
         self.spatial(layout, num)
         kernel, padding = repeated(self.kernel_size, num), repeated(self.padding, num)
-        stride = repeated(self.stride or self.kernel_size, num)
-        out_layout: Layout = {}
-        divisor = getattr(self, "divisor_override", None)
+        dilation, stride = repeated(getattr(self, "dilation", 1), num), repeated(self.stride or self.kernel_size, num)
+        value = -math.inf if self.is_max else 0.0
+        out_layout, lengths, out_lengths = {}, [], []
         for at in range(num):
-            dim = at - num
-            length = layout[dim].length if dim in layout else tensor.shape[dim]
-            size = _pooled_length(length, padding[at], kernel[at], stride[at], rounds_up=self.ceil_mode)
-            _num_results(self, size - 1, 1)
-            counted = "all" if divisor else "padded" if self.count_include_pad else "inside"
-            taps = _mean_taps(length, size, kernel[at], stride[at], padding[at], counted)
-            tensor = resampled(tensor, dim, layout, size, taps, out_layout)
-        return tensor * (math.prod(kernel) / divisor) if divisor else tensor, out_layout
+            dim, reach = at - num, dilation[at] * (kernel[at] - 1) + 1
+            lengths.append(layout[dim].length if dim in layout else tensor.shape[dim])
+            length = _pooled_length(lengths[at], padding[at], reach, stride[at], rounds_up=self.ceil_mode)
+            out_lengths.append(_num_results(self, length - 1, 1))
+            if dim in layout:
+                tensor, out_layout[dim] = strided_window(
+                    tensor, dim, layout[dim], length, stride[at], padding[at], reach, "zeros", value
+                )
+            else:
+                after = (length - 1) * stride[at] + reach - padding[at] - lengths[at]
+                tensor = padded(tensor, dim, padding[at], after, "zeros", value)
+        if self.is_max:
+            pool_max = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[num - 1]
+            return without_spare(pool_max(tensor, kernel, stride, 0, dilation), out_layout), out_layout
+        pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[num - 1]
+        result = without_spare(pool(tensor, kernel, stride), out_layout)
+        divisor = getattr(self, "divisor_override", None)
+        if divisor:
+            return result * (math.prod(kernel) / divisor), out_layout
+        for at in range(num):
+            starts = torch.arange(out_lengths[at], dtype=torch.float64) * stride[at] - padding[at]
+            around = padding[at] if self.count_include_pad else 0
+            counts = (starts + kernel[at]).clamp(max=lengths[at] + around) - starts.clamp(min=-around)
+            if at - num in layout:
+                axis = out_layout[at - num]
+                counts = counts[slice(*axis.intervals[rank_in(axis)])]
+            if (counts != kernel[at]).any():
+                result = result * (kernel[at] / counts).to(result).view(-1, *[1] * (num - at - 1))
+        return result, out_layout
 
 
 class AdaptivePool(OnBlocks):
@@ -271,16 +262,7 @@ def resampled(
 
 
 @functools.lru_cache(maxsize=64)
-def _mean_taps(length: int, size: int, kernel: int, stride: int, padding: int, counted: str) -> Taps:
-    """Return the windows of a mean, divided by how many of their entries are counted: all, or those in the field."""
-    starts = torch.arange(size) * stride - padding
-    index = starts[:, None] + torch.arange(kernel)
-    is_inside = (index >= 0) & (index < length)
-    is_counted = {"all": index >= index.min(), "padded": index < length + padding, "inside": is_inside}[counted]
-    return index.clamp(0, length - 1), is_inside.double() / is_counted.sum(1, keepdim=True)
-
-
-@functools.lru_cache(maxsize=64)
+@torch.inference_mode(mode=False)  # what is kept serves trainings, too
 def adaptive_taps(length: int, size: int) -> Taps:
     """Return the windows of adaptive pooling, the last entries of shorter ones again with weight 0."""
     places = torch.arange(size)
@@ -294,6 +276,7 @@ def adaptive_taps(length: int, size: int) -> Taps:
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(mode=False)  # what is kept serves trainings, too
 def resize_taps(length: int, size: int, scale: float | None, mode: str, *, aligns: bool) -> Taps:
     """Return what interpolation takes; a scale is how many times as long the result is, else the lengths say it."""
     if mode.startswith("nearest"):
@@ -332,6 +315,8 @@ class Upsample(OnBlocks):
         self.spatial(layout, num)
         sizes, scales = repeated(self.size, num), repeated(self.scale_factor, num)
         out_layout: Layout = {}
+        if self.size is None and not self.align_corners and all(float(scale).is_integer() for scale in scales):
+            return self.multiplied(tensor, layout, [int(scale) for scale in scales])
         for at in range(num):
             dim = at - num
             length = layout[dim].length if dim in layout else tensor.shape[dim]
@@ -344,60 +329,51 @@ class Upsample(OnBlocks):
             tensor = resampled(tensor, dim, layout, size, taps, out_layout)
         return tensor, out_layout
 
+    def multiplied(self: Any, tensor: torch.Tensor, layout: Layout, factors: list[int]) -> tuple[torch.Tensor, Layout]:
+        """Resize by whole numbers, which torch does alike at each place of the field."""
+        growths = {dim: (factors[dim], 0, 2 * factors[dim], axis.length * factors[dim]) for dim, axis in layout.items()}
+        tensor, out_layout, crops = enlarged_window(tensor, layout, growths, 2, is_clipped=True)
+        scales = [float(factor) for factor in factors]
+        result = functional.interpolate(tensor, scale_factor=scales, mode=self.mode, align_corners=self.align_corners)
+        return cropped(result, crops), out_layout
+
 
 class Pad(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         pads, value = self.padding, getattr(self, "value", 0.0)
-        num = len(pads) // 2
         out_layout = dict(layout)
-        for at in range(num):
+        for at in range(len(pads) // 2):
             dim, before, after = -1 - at, pads[2 * at], pads[2 * at + 1]
-            if dim not in layout:
-                if self.boundary == "zeros":
-                    tensor = padded(tensor, dim, before, after, value)
-                elif before or after:
-                    tensor = _continued(tensor, dim, before, after, self.boundary)
-                continue
-            axis = layout[dim]
-            _check_padding(self, axis, before, after, self.boundary)
-            out_layout[dim] = axis.resized(axis.length + before + after)
-            bounds = [(start - before, end - before) for start, end in out_layout[dim].intervals]
-            if self.boundary == "zeros":
-                tensor = clipped_window(tensor, dim, axis, bounds, value)
+            if dim in layout:
+                axis = layout[dim]
+                _check_padding(self, axis.length, before, after, self.boundary)
+                out_layout[dim] = axis.resized(axis.length + before + after)
+                bounds = [(start - before, end - before) for start, end in out_layout[dim].intervals]
+                tensor = window(tensor, dim, axis, bounds, self.boundary, value)
             else:
-                tensor = window(tensor, dim, axis, bounds, self.boundary)
+                tensor = padded(tensor, dim, before, after, self.boundary, value)
         return tensor, out_layout
 
 
 class PixelShuffle(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         self.spatial(layout, 2)
-        factor, fits, out_layout, emptied = self.upscale_factor, [], {}, _Emptied()
-        for dim, axis in layout.items():
-            out = axis.resized(axis.length * factor)
-            bounds = [(start // factor, -(-end // factor)) if start < end else (0, 0) for start, end in out.intervals]
-            start, end = out.intervals[rank_in(axis)]
-            tensor = emptied.fill(window(tensor, dim, axis, bounds), dim, end - start, 1)
-            fits.append((dim, start - bounds[rank_in(axis)][0] * factor if start < end else 0, end - start))
-            out_layout[dim] = out
-        tensor = functional.pixel_shuffle(tensor, factor)
-        for fit in fits:
-            tensor = tensor.narrow(*fit)
-        return tensor, out_layout
+        factor = self.upscale_factor
+        growths = {dim: (factor, 0, 0, axis.length * factor) for dim, axis in layout.items()}
+        tensor, out_layout, crops = enlarged_window(tensor, layout, growths, 0)
+        return cropped(functional.pixel_shuffle(tensor, factor), crops), out_layout
 
 
 class PixelUnshuffle(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         self.spatial(layout, 2)
-        factor, out_layout, emptied = self.downscale_factor, {}, _Emptied()
+        factor, out_layout = self.downscale_factor, {}
         for dim, axis in layout.items():
             if axis.length % factor:
                 raise self.refuse(f"must divide the field, got length {axis.length} and factor {factor}. Crop it")
-            out_layout[dim] = axis.resized(axis.length // factor)
-            bounds = [(start * factor, end * factor) for start, end in out_layout[dim].intervals]
-            tensor = window(tensor, dim, axis, bounds)
-            tensor = emptied.fill(tensor, dim, out_layout[dim].sizes[rank_in(axis)], factor)
-        return emptied.drop(functional.pixel_unshuffle(tensor, factor)), out_layout
+            length = axis.length // factor
+            tensor, out_layout[dim] = strided_window(tensor, dim, axis, length, factor, 0, factor)
+        return without_spare(functional.pixel_unshuffle(tensor, factor), out_layout), out_layout
 
 
 class Roll(torch.nn.Module):

@@ -35,29 +35,23 @@ def computable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in _IN_FLOAT32 else tensor
 
 
-def normalized(tensor: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, eps: float) -> torch.Tensor:
-    return (tensor - mean) * (variance + eps).rsqrt()
+def _normalized(
+    tensor: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Normalize, with weights for each channel, in one pass over the field."""
+    scale = (variance + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    shift = -mean * scale
+    return torch.addcmul(shift if bias is None else shift + bias, tensor, scale)
 
 
 def _of_channels(parameter: torch.Tensor, num_spatial: int) -> torch.Tensor:
     return parameter.view(-1, *[1] * num_spatial)
-
-
-def _affine(layer: Any, tensor: torch.Tensor, num_spatial: int) -> torch.Tensor:
-    if layer.weight is not None:
-        tensor = tensor * _of_channels(layer.weight, num_spatial)
-    return tensor if layer.bias is None else tensor + _of_channels(layer.bias, num_spatial)
-
-
-def _follow(layer: Any, mean: torch.Tensor, variance: torch.Tensor, num: int) -> None:
-    """Let running statistics move towards those of this batch, as torch does."""
-    factor = layer.momentum or 0.0
-    if layer.is_over_batch:
-        layer.num_batches_tracked.add_(1)
-        factor = layer.momentum if layer.momentum is not None else 1 / float(layer.num_batches_tracked)
-    with torch.no_grad():
-        for running, found in ((layer.running_mean, mean), (layer.running_var, variance * (num / (num - 1)))):
-            running.lerp_(found.reshape(-1, layer.num_features).mean(0).to(running.dtype), factor)
 
 
 class RunningNorm(OnBlocks):
@@ -67,9 +61,9 @@ class RunningNorm(OnBlocks):
         num_spatial = tensor.ndim - 2 if self.is_over_batch else self.num_dims
         self.spatial(layout, num_spatial)
         given = computable(tensor)
+        parameters = [one if one is None else _of_channels(one, num_spatial) for one in (self.weight, self.bias)]
         if self.training or self.running_mean is None:
-            dims = tuple(range(-num_spatial, 0))
-            dims = (-tensor.ndim, *dims) if self.is_over_batch else dims
+            dims = (*([-tensor.ndim] if self.is_over_batch else []), *range(-num_spatial, 0))
             num = math.prod(layout[dim].length if dim in layout else tensor.shape[dim] for dim in dims)
             if num == 1:
                 raise self.refuse(
@@ -77,21 +71,31 @@ class RunningNorm(OnBlocks):
                 )
             mean, variance = moments(given, dims, layout)
             if self.running_mean is not None:
-                _follow(self, mean, variance, num)
+                self.follow(mean, variance * (num / (num - 1)))
         else:
             mean, variance = (_of_channels(one, num_spatial) for one in (self.running_mean, self.running_var))
-        result = _affine(self, normalized(given, mean, variance, self.eps), num_spatial)
-        return result.to(tensor.dtype), layout
+        return _normalized(given, mean, variance, self.eps, *parameters).to(tensor.dtype), layout
+
+    @torch.no_grad()
+    def follow(self: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Let running statistics move towards those of this batch, as torch does."""
+        factor = self.momentum or 0.0
+        if self.is_over_batch:
+            self.num_batches_tracked.add_(1)
+            factor = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
+        for running, found in ((self.running_mean, mean), (self.running_var, variance)):
+            running.lerp_(found.reshape(-1, self.num_features).mean(0).to(running.dtype), factor)
 
 
 class GroupNorm(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num_spatial = tensor.ndim - 2
         self.spatial(layout, num_spatial)
-        grouped = computable(tensor).unflatten(1, (self.num_groups, self.num_channels // self.num_groups))
+        groups = (self.num_groups, self.num_channels // self.num_groups)
+        grouped = computable(tensor).unflatten(1, groups)
+        parameters = [one if one is None else one.view(*groups, *[1] * num_spatial) for one in (self.weight, self.bias)]
         mean, variance = moments(grouped, tuple(range(-num_spatial - 1, 0)), layout)
-        result = normalized(grouped, mean, variance, self.eps).flatten(1, 2)
-        return _affine(self, result, num_spatial).to(tensor.dtype), layout
+        return _normalized(grouped, mean, variance, self.eps, *parameters).flatten(1, 2).to(tensor.dtype), layout
 
 
 class LayerNorm(OnBlocks):
@@ -103,17 +107,12 @@ class LayerNorm(OnBlocks):
         if lengths != tuple(self.normalized_shape):
             raise self.refuse(f"must get fields of {tuple(self.normalized_shape)}, got {lengths}. Resize it")
         given = computable(tensor)
-        result = normalized(given, *moments(given, dims, layout), self.eps)
-        if self.weight is not None:
-            result = result * _block(self.weight, layout)
-        if self.bias is not None:
-            result = result + _block(self.bias, layout)
+        result = _normalized(given, *moments(given, dims, layout), self.eps)
+        for parameter, combine in ((self.weight, torch.mul), (self.bias, torch.add)):
+            if parameter is not None:
+                for dim, axis in layout.items():
+                    if dim in dims:
+                        start, end = axis.intervals[rank_in(axis)]
+                        parameter = parameter.narrow(dim, start, end - start)
+                result = combine(result, parameter)
         return result.to(tensor.dtype), layout
-
-
-def _block(parameter: torch.Tensor, layout: Layout) -> torch.Tensor:
-    for dim, axis in layout.items():
-        if -dim <= parameter.ndim:
-            start, end = axis.intervals[rank_in(axis)]
-            parameter = parameter.narrow(dim, start, end - start)
-    return parameter

@@ -34,7 +34,7 @@ def conv_transpose(draw, num):
     return getattr(nn, f"ConvTranspose{num}d")(
         2,
         4,
-        [draw.randint(1, 5) for _ in range(num)],
+        [draw.randint(1, 7) for _ in range(num)],
         stride,
         [draw.randint(0, 2) for _ in range(num)],
         extra,

@@ -39,7 +39,7 @@ def cuts_of(field, shape, draw, *, even):
 
 
 def compute(model, field, time):
-    return model(field) if isinstance(model, ResNet) else model(field, time)
+    return model(field, time) if isinstance(model, UNet) else model(field)
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
@@ -85,29 +85,36 @@ REFUSED = {
     "interpolate": (lambda x: functional.interpolate(x, scale_factor=2), r"got interpolate: .*torch.nn.Upsample"),
     "roll": (lambda x: torch.roll(x, 1, -1), r"got roll: .*distman.domain.Roll"),
     "fft": (lambda x: torch.fft.rfft2(x).real, "got fft_rfft2: .*gather_domain"),
-    "mean": (lambda x: x.mean(), "got mean: it computes along all dims.*AdaptiveAvgPool2d"),
-    "mean of a dim": (lambda x: x.mean(-1), "got mean: it computes along dim -1"),
-    "sum": (lambda x: x.sum((1, 2)), "got sum: it computes along dim -2"),
+    "mean": (lambda x: x.mean(), "got mean: it does not keep dim -2, which is split.*AdaptiveAvgPool2d"),
+    "mean of a dim": (lambda x: x.mean(-1), "got mean: it does not keep dim -1"),
+    "sum": (lambda x: x.sum((1, 2)), "got sum: it does not keep dim -2"),
     "flatten": (lambda x: x.flatten(1), "got flatten: it does not keep dim -[12].*AdaptiveAvgPool2d"),
     "view": (lambda x: x.view(2, -1), "got view: it does not keep dim"),
     "conv2d": (lambda x: functional.conv2d(x, torch.ones(1, 1, 3, 3)), "got conv2d: .*module of torch.nn for conv2d"),
     "max_pool2d": (lambda x: functional.max_pool2d(x, 2), "got max_pool2d: .*module of torch.nn"),
-    "slice": (lambda x: x[..., 1:], "got indexing: it takes a part of dim -1"),
+    "slice": (lambda x: x[..., 1:], "got getitem: it does not keep dim -1"),
     "flip": (lambda x: x.flip(-1), "got flip: it is not known"),
     "flips": (lambda x: x.flip(1, 2), "got flip: it is not known"),
-    "softmax": (lambda x: x.softmax(2), "got softmax: it computes along dim -2"),
+    "softmax": (lambda x: x.softmax(2), "got softmax: it computes along dim 2"),
     "cumsum": (lambda x: x.cumsum(-1), "got cumsum: it computes along dim -1"),
-    "linear": (lambda x: functional.linear(x, torch.ones(4, 4)), "got linear: it adds up along dim -1"),
-    "matmul": (lambda x: x @ x, "got matmul: it adds up along dim -1"),
+    "linear": (lambda x: functional.linear(x, torch.ones(4, 4)), "got linear: it needs the lengths of a block"),
+    "matmul": (lambda x: x @ x, "got matmul: it (needs the lengths of a block|does not keep dim)"),
     "einsum": (lambda x: torch.einsum("bchw,bchv->bcwv", x, x), "got einsum: .*Conv2d"),
     "a grid": (lambda x: x + torch.linspace(0, 1, x.shape[-1]), "got add: a tensor of shape .* pass it to the module"),
     "transposed": (lambda x: x + x.transpose(-1, -2), "got add: its fields are split unlike"),
-    "variance": (lambda x: x.var(unbiased=False), "got var: it computes along all dims"),
+    "variance": (lambda x: x.var(unbiased=False), "got var: it does not keep dim -2"),
     "loss": (lambda x: functional.mse_loss(x, x), "got mse_loss"),
     "norm": (lambda x: functional.layer_norm(x, x.shape[-1:]), "got layer_norm: .*module of torch.nn"),
     "attention": (lambda x: functional.scaled_dot_product_attention(x, x, x), "got scaled_dot_product_attention"),
     "unfold": (lambda x: x.unfold(-1, 2, 1), "got unfold"),
     "indices": (lambda x: x[:, :, torch.tensor([0])], "got indexing by tensors"),
+    "every other": (lambda x: x[..., ::2], "got getitem: it does not keep dim -1"),
+    "halves": (lambda x: torch.cat(x.chunk(2, -1), 1), "got chunk: it does not keep dim -1"),
+    "squeeze": (lambda x: x.squeeze(), "got squeeze: which dims it drops depends on the rank|got squeeze: it does not"),
+    "joined": (lambda x: torch.cat([x, x], -1), "got cat: it does not keep dim -1"),
+    "repeated": (lambda x: x.repeat(1, 1, 2, 1), "got repeat: it does not keep dim -2"),
+    "square": (lambda x: x @ x.transpose(-1, -2), "got matmul: it does not keep dim -2"),
+    "products": (lambda x: torch.einsum("bchw,bchw->bc", x, x), "got einsum: it multiplies fields"),
 }
 
 
@@ -135,6 +142,7 @@ ALLOWED = {
     "joined": lambda x: (
         torch.cat([torch.stack(x.unbind(1), 1), x], 1) + torch.stack([x, x], 2).sum(2).repeat(1, 2, 1, 1)
     ),
+    "mixed": lambda x: torch.einsum("bihw,oi->bohw", x, torch.ones(3, 2).double()),
     "contracted": lambda x: (x.permute(0, 2, 3, 1) @ torch.ones(2, 2).double()).permute(0, 3, 1, 2),
     "linear": lambda x: functional.linear(x.movedim(1, -1), torch.ones(3, 2).double()).movedim(-1, 1),
     "expanded": lambda x: x.expand(2, *x.shape).sum(0) + x.new_zeros(1, 1, 1, 1) + torch.zeros_like(x),
