@@ -31,29 +31,28 @@ def _made(layer: type[nn.Module], base: type[OnBlocks], **attributes: Any) -> tu
 
 _LAYERS = dict(
     [
-        *(_made(layer, _local.Conv) for layer in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
-        *(_made(one, _local.ConvTranspose) for one in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
         *(
-            _made(getattr(nn, f"{prefix}{kind}Pool{num}d"), base, num_dims=num, is_max=kind == "Max")
-            for prefix, base in (("", _local.Pool), ("Adaptive", _local.AdaptivePool))
-            for kind in ("Avg", "Max")
-            for num in (1, 2, 3)
-        ),
-        *(
-            _made(getattr(nn, f"{kind}Norm{num}d"), _norms.RunningNorm, num_dims=num, is_over_batch=kind == "Batch")
-            for kind in ("Batch", "Instance")
-            for num in (1, 2, 3)
-        ),
-        *(_made(layer, base) for layer, base in ((nn.GroupNorm, _norms.GroupNorm), (nn.LayerNorm, _norms.LayerNorm))),
-        *(_made(one, _local.Upsample) for one in (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d)),
-        *(
-            _made(getattr(nn, f"{kind}Pad{num}d"), _local.Pad, boundary=boundary)
-            for kind, boundary in (
-                *(("Zero", "zeros"), ("Constant", "zeros"), ("Reflection", "reflect")),
-                *(("Replication", "replicate"), ("Circular", "circular")),
+            _made(getattr(nn, name.format(num)), base, num_dims=num, **attributes)
+            for name, base, attributes in (
+                ("Conv{}d", _local.Conv, {}),
+                ("ConvTranspose{}d", _local.ConvTranspose, {}),
+                ("MaxPool{}d", _local.Pool, {"is_max": True}),
+                ("AvgPool{}d", _local.Pool, {"is_max": False}),
+                ("AdaptiveMaxPool{}d", _local.AdaptivePool, {"is_max": True}),
+                ("AdaptiveAvgPool{}d", _local.AdaptivePool, {"is_max": False}),
+                ("BatchNorm{}d", _norms.RunningNorm, {"is_over_batch": True}),
+                ("InstanceNorm{}d", _norms.RunningNorm, {"is_over_batch": False}),
+                ("ZeroPad{}d", _local.Pad, {"boundary": "zeros"}),
+                ("ConstantPad{}d", _local.Pad, {"boundary": "zeros"}),
+                ("ReflectionPad{}d", _local.Pad, {"boundary": "reflect"}),
+                ("ReplicationPad{}d", _local.Pad, {"boundary": "replicate"}),
+                ("CircularPad{}d", _local.Pad, {"boundary": "circular"}),
             )
             for num in (1, 2, 3)
         ),
+        *(_made(one, _local.Upsample) for one in (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d)),
+        _made(nn.GroupNorm, _norms.GroupNorm),
+        _made(nn.LayerNorm, _norms.LayerNorm),
         _made(nn.PixelShuffle, _local.PixelShuffle),
         _made(nn.PixelUnshuffle, _local.PixelUnshuffle),
         _made(_local.Roll, _local.RollOnBlocks),

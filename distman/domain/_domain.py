@@ -138,9 +138,9 @@ def window(
 
     Beyond the ends of the field the boundary "zeros" has the value.
     """
-    group = resolve_group(axis.group)
-    if group.size == 1 and list(bounds) == [(0, axis.length)]:
+    if list(bounds) == axis.intervals:
         return tensor
+    group = resolve_group(axis.group)
     windows = Windows(axis.sizes, tuple(bounds), boundary)
     tensor = check_call("a layer of a decomposed model", tensor, group, free_dim=dim, dim=dim, windows=windows.text)
     result: torch.Tensor = Fetch.apply(tensor, dim % tensor.ndim, windows, group, value)

@@ -30,7 +30,7 @@ class Fetch(LinearFunction):
         result = _empty(tensor, dim, windows.length(group.rank))
         for start, end in beyond:
             result.narrow(dim, start, end - start).fill_(value)
-        sends, receives = _nothing(tensor, dim, group), _nothing(tensor, dim, group)
+        sends, receives = ([tensor.narrow(dim, 0, 0)] * group.size for _ in range(2))
         for rank, runs in outgoing.items():
             sends[rank] = _joined([_taken(tensor, dim, run) for run in runs], dim)
         for rank, runs in incoming.items():
@@ -61,7 +61,7 @@ class Deposit(LinearFunction):
         tensor = still_carried(tensor, group)
         incoming, outgoing, _ = plan(windows, group.rank)
         result = _empty(tensor, dim, windows.sizes[group.rank])
-        sends, receives = _nothing(tensor, dim, group), _nothing(tensor, dim, group)
+        sends, receives = ([tensor.narrow(dim, 0, 0)] * group.size for _ in range(2))
         for rank, runs in incoming.items():
             if rank != group.rank:
                 sends[rank] = _joined([_folded(tensor, dim, run) for run in runs], dim)
@@ -112,10 +112,6 @@ def _empty(like: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     shape = list(like.shape)
     shape[dim] = length
     return new_empty(like, shape)
-
-
-def _nothing(tensor: torch.Tensor, dim: int, group: Group) -> list[torch.Tensor]:
-    return [tensor.narrow(dim, 0, 0)] * group.size
 
 
 def _num_sent(runs: Sequence[Run]) -> int:

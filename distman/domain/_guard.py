@@ -115,7 +115,9 @@ def _name_of(func: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _rule_of(name: str) -> Rule | None:
-    for rule, names in ((_reading, _READ), (_along, _ALONG), (_telling, _TELLING), (_reshaping, _RESHAPING)):
+    if name in _READ:
+        return lambda *_: {}
+    for rule, names in ((_along, _ALONG), (_telling, _TELLING), (_reshaping, _RESHAPING)):
         if name in names:
             return rule
     packet = getattr(torch.ops.aten, name, None)
@@ -123,10 +125,6 @@ def _rule_of(name: str) -> Rule | None:
         torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
     )
     return _pointwise if is_tagged or name in _POINTWISE else None
-
-
-def _reading(_name: str, _func: Function, _args: Sequence[Any], _kwargs: dict[str, Any]) -> Layout:
-    return {}
 
 
 def _pointwise(name: str, _func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:

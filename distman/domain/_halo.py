@@ -21,8 +21,7 @@ class _Along(NamedTuple):
     """What is to be done along one dim."""
 
     dim: int
-    before: int
-    after: int
+    halo: tuple[int, int]
     boundary: Boundary
     sizes: Sequence[int] | None
     group: Group
@@ -73,8 +72,7 @@ def halo_exchange(
     for along in _each_dim(tensor, halo, dim, boundary, sizes, group):
         tensor = _checked("halo_exchange", tensor, along)
         tensor, lengths, axis = shard_sizes("halo_exchange", tensor, along.sizes, along.dim, along.group)
-        check_reach(along.dim, along.before, along.after, along.boundary, sum(lengths))
-        prepared.append((axis, halo_windows(lengths, along.before, along.after, along.boundary), along.group))
+        prepared.append((axis, checked_windows(along.dim, lengths, along.halo, along.boundary), along.group))
     for axis, windows, members in prepared:
         tensor = Fetch.apply(tensor, axis, windows, members)
     return tensor
@@ -139,8 +137,6 @@ def _each_dim(tensor: torch.Tensor, halo: Any, dim: Any, boundary: Any, sizes: A
                 f"{name} must have one entry for each of the {len(dims)} dims {tuple(dims)}, got {len(given)}. Pass as "
                 "many as dims."
             )
-    for one in boundaries:
-        check_boundary(one)
     members = [resolve_group(one) for one in groups]
     wide = [one.ranks for one in members if one.size > 1]
     if len(set(wide)) < len(wide):
@@ -151,7 +147,7 @@ def _each_dim(tensor: torch.Tensor, halo: Any, dim: Any, boundary: Any, sizes: A
     if isinstance(tensor, torch.Tensor) and len({one % tensor.ndim for one in dims if tensor.ndim}) < len(dims):
         raise ValueError(f"dim must hold different dims, got {tuple(dims)}. Name each dim once.")
     return [
-        _Along(one, *pair(width), bound, listed, of)
+        _Along(one, pair(width), bound, listed, of)
         for one, width, bound, listed, of in zip(dims, halos, boundaries, lists, members, strict=True)
     ]
 
@@ -174,24 +170,23 @@ def _checked(operation: str, tensor: torch.Tensor, along: _Along) -> torch.Tenso
         free_dim=along.dim,
         unites_grad=along.sizes is None,
         dim=along.dim,
-        halo=(along.before, along.after),
+        halo=along.halo,
         boundary=along.boundary,
         sizes=along.sizes,
     )
 
 
-def check_reach(dim: int, before: int, after: int, boundary: Boundary, length: int) -> None:
-    most = longest_halo(boundary, length)
-    if max(before, after) > most:
-        raise ValueError(
-            f"halo must be at most {most} where a tensor of length {length} along dim {dim} continues by {boundary!r}, "
-            f"got {(before, after)}. Choose a smaller halo, or another boundary."
-        )
-
-
-def check_boundary(boundary: str) -> None:
+def checked_windows(dim: int, sizes: Sequence[int], halo: tuple[int, int], boundary: Boundary) -> Windows:
+    """Return the shards with their halos, if the field has such."""
     if boundary not in BOUNDARIES:
         raise ValueError(f"boundary must be one of {', '.join(BOUNDARIES)}, got {boundary!r}. Choose one.")
+    most = longest_halo(boundary, sum(sizes))
+    if max(halo) > most:
+        raise ValueError(
+            f"halo must be at most {most} where a tensor of length {sum(sizes)} along dim {dim} continues by "
+            f"{boundary!r}, got {halo}. Choose a smaller halo, or another boundary."
+        )
+    return halo_windows(sizes, *halo, boundary)
 
 
 def _windows_within(tensor: torch.Tensor, along: _Along) -> tuple[torch.Tensor, Windows, int]:
@@ -203,18 +198,17 @@ def _windows_within(tensor: torch.Tensor, along: _Along) -> tuple[torch.Tensor, 
         raise ValueError("sizes must be given where the boundary is 'none', got None. Pass the lengths of the shards.")
     else:
         tensor, padded, axis = shard_sizes("halo_reduce", tensor, None, along.dim, along.group)
-        lengths = [length - along.before - along.after for length in padded]
+        lengths = [length - sum(along.halo) for length in padded]
         if min(lengths) < 0:
             raise ValueError(
-                f"tensor must hold its halos {(along.before, along.after)} along dim {along.dim} on every rank, got "
-                f"lengths {padded}. Pass what halo_exchange returns."
+                f"tensor must hold its halos {along.halo} along dim {along.dim} on every rank, got lengths {padded}. "
+                "Pass what halo_exchange returns."
             )
-    check_reach(along.dim, along.before, along.after, along.boundary, sum(lengths))
-    windows = halo_windows(lengths, along.before, along.after, along.boundary)
+    windows = checked_windows(along.dim, lengths, along.halo, along.boundary)
     if tensor.shape[axis] != windows.length(along.group.rank):
         raise ValueError(
             f"tensor must have length {windows.length(along.group.rank)} along dim {along.dim}, that of a shard of "
-            f"{lengths[along.group.rank]} with its halos {(along.before, along.after)}, got {tensor.shape[axis]}. Pass "
-            "what halo_exchange returns."
+            f"{lengths[along.group.rank]} with its halos {along.halo}, got {tensor.shape[axis]}. Pass what "
+            "halo_exchange returns."
         )
     return tensor, windows, axis

@@ -34,33 +34,22 @@ def padded(
     return tensor.index_select(dim, functional.pad(places, (before, after), mode=boundary)[0, 0].long())
 
 
+Strides = tuple[int, int, int]  # of a result's entries in the field, entries before it, entries that each one takes
+
+
 def strided_window(
     tensor: torch.Tensor,
     dim: int,
     axis: Axis,
     length: int,
-    stride: int,
-    before: int,
-    reach: int,
+    strides: Strides,
     boundary: Boundary = "zeros",
     value: float = 0.0,
 ) -> tuple[torch.Tensor, Axis]:
-    """Return what a layer needs for this rank's entries of a result, each of which takes so many, and its axis.
-
-    Where a rank has no entries of the result, it is given what the first one needs.
-    """
-    out = axis.resized(length)
-    entries = [(start, end) if start < end else (0, 1) for start, end in out.intervals]
-    bounds = [(start * stride - before, (end - 1) * stride - before + reach) for start, end in entries]
+    """Return what a layer needs for this rank's entries of a result of a length, and how that is split."""
+    (stride, before, reach), out = strides, axis.resized(length)
+    bounds = [(start * stride - before, (end - 1) * stride - before + reach) for start, end in _entries(out)]
     return window(tensor, dim, axis, bounds, boundary, value), out
-
-
-def without_spare(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Drop what a rank has computed that has no entries of the result."""
-    for dim, axis in layout.items():
-        if not axis.sizes[rank_in(axis)]:
-            tensor = tensor.narrow(dim, 0, 0)
-    return tensor
 
 
 Growth = tuple[int, int, int, int]  # factor, entries cut off in front, reach of an entry beside its own, length
@@ -68,28 +57,35 @@ Growth = tuple[int, int, int, int]  # factor, entries cut off in front, reach of
 
 def enlarged_window(
     tensor: torch.Tensor, layout: Layout, growths: Mapping[int, Growth], more: int, *, is_clipped: bool = False
-) -> tuple[torch.Tensor, Layout, list[tuple[int, int, int]]]:
-    """Return what a layer needs that makes several entries of one, how the result is split, and how to crop it.
+) -> tuple[torch.Tensor, Layout, dict[int, int]]:
+    """Return what a layer needs that makes several entries of one, how the result is split, and where it starts.
 
     So many more entries are taken behind; beyond the field there are zeros, or nothing.
     """
-    out_layout, crops = {}, []
+    out_layout, firsts = {}, {}
     for dim, axis in layout.items():
         factor, padding, reach, length = growths[dim]
-        out = out_layout[dim] = axis.resized(length)
-        entries = [(start, end) if start < end else (0, 1) for start, end in out.intervals]
+        out_layout[dim] = axis.resized(length)
+        entries = _entries(out_layout[dim])
         bounds = [((s + padding - reach) // factor, -(-(e + padding) // factor) + more) for s, e in entries]
         if is_clipped:
             bounds = [(max(start, 0), min(end, axis.length)) for start, end in bounds]
         tensor = window(tensor, dim, axis, bounds)
-        rank = rank_in(axis)
-        crops.append((dim, entries[rank][0] + padding - bounds[rank][0] * factor, out.sizes[rank]))
-    return tensor, out_layout, crops
+        firsts[dim] = entries[rank_in(axis)][0] + padding - bounds[rank_in(axis)][0] * factor
+    return tensor, out_layout, firsts
 
 
-def cropped(tensor: torch.Tensor, crops: list[tuple[int, int, int]]) -> torch.Tensor:
-    for crop in crops:
-        tensor = tensor.narrow(*crop)
+def _entries(out: Axis) -> list[tuple[int, int]]:
+    """Return the entries that each rank computes: its own, or one that it drops."""
+    return [(start, end) if start < end else (0, 1) for start, end in out.intervals]
+
+
+def cropped(tensor: torch.Tensor, layout: Layout, firsts: Mapping[int, int] | None = None) -> torch.Tensor:
+    """Keep this rank's entries of a result."""
+    for dim, axis in layout.items():
+        num = axis.sizes[rank_in(axis)]
+        if num != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, (firsts or {}).get(dim, 0), num)
     return tensor
 
 
@@ -126,14 +122,15 @@ class Conv(OnBlocks):
                 axis, stride = layout[dim], self.stride[at]
                 _check_padding(self, axis.length, before, after, mode)
                 length = _num_results(self, axis.length + before + after - reach, stride)
-                tensor, out_layout[dim] = strided_window(tensor, dim, axis, length, stride, before, reach, mode)
+                strides = stride, before, reach
+                tensor, out_layout[dim] = strided_window(tensor, dim, axis, length, strides, mode)
             elif mode == "zeros" and before == after:
                 paddings[at] = before
             else:
                 tensor = padded(tensor, dim, before, after, mode)
         convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[num - 1]
         result = convolve(tensor, self.weight, self.bias, self.stride, tuple(paddings), self.dilation, self.groups)
-        return without_spare(result, out_layout), out_layout
+        return cropped(result, out_layout), out_layout
 
 
 class ConvTranspose(OnBlocks):
@@ -149,10 +146,10 @@ class ConvTranspose(OnBlocks):
                 raise self.refuse(f"must have a result, got a field of length {axis.length}. Use a larger one")
             growths[dim] = stride, padding, reach, length
             paddings[at] = extra[at] = 0
-        tensor, out_layout, crops = enlarged_window(tensor, layout, growths, 1)
+        tensor, out_layout, firsts = enlarged_window(tensor, layout, growths, 1)
         convolve = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)[num - 1]
         result = convolve(tensor, self.weight, None, self.stride, paddings, extra, self.groups, self.dilation)
-        result = cropped(result, crops)
+        result = cropped(result, out_layout, firsts)
         if self.bias is not None:
             result = result + self.bias.view(-1, *[1] * num)
         return result, out_layout
@@ -178,17 +175,16 @@ class Pool(OnBlocks):
             length = _pooled_length(lengths[at], padding[at], reach, stride[at], rounds_up=self.ceil_mode)
             out_lengths.append(_num_results(self, length - 1, 1))
             if dim in layout:
-                tensor, out_layout[dim] = strided_window(
-                    tensor, dim, layout[dim], length, stride[at], padding[at], reach, "zeros", value
-                )
+                strides = stride[at], padding[at], reach
+                tensor, out_layout[dim] = strided_window(tensor, dim, layout[dim], length, strides, "zeros", value)
             else:
                 after = (length - 1) * stride[at] + reach - padding[at] - lengths[at]
                 tensor = padded(tensor, dim, padding[at], after, "zeros", value)
         if self.is_max:
             pool_max = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[num - 1]
-            return without_spare(pool_max(tensor, kernel, stride, 0, dilation), out_layout), out_layout
+            return cropped(pool_max(tensor, kernel, stride, 0, dilation), out_layout), out_layout
         pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[num - 1]
-        result = without_spare(pool(tensor, kernel, stride), out_layout)
+        result = cropped(pool(tensor, kernel, stride), out_layout)
         divisor = getattr(self, "divisor_override", None)
         if divisor:
             return result * (math.prod(kernel) / divisor), out_layout
@@ -332,10 +328,10 @@ class Upsample(OnBlocks):
     def multiplied(self: Any, tensor: torch.Tensor, layout: Layout, factors: list[int]) -> tuple[torch.Tensor, Layout]:
         """Resize by whole numbers, which torch does alike at each place of the field."""
         growths = {dim: (factors[dim], 0, 2 * factors[dim], axis.length * factors[dim]) for dim, axis in layout.items()}
-        tensor, out_layout, crops = enlarged_window(tensor, layout, growths, 2, is_clipped=True)
+        tensor, out_layout, firsts = enlarged_window(tensor, layout, growths, 2, is_clipped=True)
         scales = [float(factor) for factor in factors]
         result = functional.interpolate(tensor, scale_factor=scales, mode=self.mode, align_corners=self.align_corners)
-        return cropped(result, crops), out_layout
+        return cropped(result, out_layout, firsts), out_layout
 
 
 class Pad(OnBlocks):
@@ -360,8 +356,8 @@ class PixelShuffle(OnBlocks):
         self.spatial(layout, 2)
         factor = self.upscale_factor
         growths = {dim: (factor, 0, 0, axis.length * factor) for dim, axis in layout.items()}
-        tensor, out_layout, crops = enlarged_window(tensor, layout, growths, 0)
-        return cropped(functional.pixel_shuffle(tensor, factor), crops), out_layout
+        tensor, out_layout, firsts = enlarged_window(tensor, layout, growths, 0)
+        return cropped(functional.pixel_shuffle(tensor, factor), out_layout, firsts), out_layout
 
 
 class PixelUnshuffle(OnBlocks):
@@ -372,8 +368,8 @@ class PixelUnshuffle(OnBlocks):
             if axis.length % factor:
                 raise self.refuse(f"must divide the field, got length {axis.length} and factor {factor}. Crop it")
             length = axis.length // factor
-            tensor, out_layout[dim] = strided_window(tensor, dim, axis, length, factor, 0, factor)
-        return without_spare(functional.pixel_unshuffle(tensor, factor), out_layout), out_layout
+            tensor, out_layout[dim] = strided_window(tensor, dim, axis, length, (factor, 0, factor))
+        return cropped(functional.pixel_unshuffle(tensor, factor), out_layout), out_layout
 
 
 class Roll(torch.nn.Module):
