@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distman.domain._axes import weighted_sizes
+from distman.domain._axes import neighbours, weighted_sizes
 from distman.domain._blocks import gather_domain, scatter_domain
 from distman.domain._decompose import decompose
 from distman.domain._halo import halo_exchange, halo_reduce
@@ -14,6 +14,7 @@ __all__ = [
     "gather_domain",
     "halo_exchange",
     "halo_reduce",
+    "neighbours",
     "scatter_domain",
     "weighted_sizes",
 ]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from distman.collectives import GroupLike, resolve_group
+
 _ATTRIBUTE = "_domain_layout"
 
 
@@ -56,6 +58,28 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 def set_layout(tensor: torch.Tensor, layout: Layout) -> None:
     setattr(tensor, _ATTRIBUTE, layout)
+
+
+def neighbours(group: GroupLike = None, *, periodic: bool = False) -> tuple[int | None, int | None]:
+    """Return the ranks before and behind this one in a group, such as along an axis of a mesh.
+
+    Local.
+
+    Args:
+        group: The name of the axis, a process group, or None for the world.
+        periodic: Whether the first rank and the last one are neighbours, too.
+
+    Returns:
+        Two ranks of the world; None beyond an end.
+
+    Example on two ranks:
+        >>> all_gather_objects(neighbours("world")), neighbours("world", periodic=True) == (1 - rank, 1 - rank)
+        ([(None, 1), (0, None)], True)
+    """
+    members = resolve_group(group)
+    ends = (members.ranks[-1], members.ranks[0]) if periodic else (None, None)
+    around = (ends[0], *members.ranks, ends[1])
+    return around[members.rank], around[members.rank + 2]
 
 
 def weighted_sizes(length: int, weights: Sequence[float]) -> list[int]:

@@ -116,9 +116,9 @@ def test_the_text_shows_the_tree_the_groups_and_the_grid():
         "1     4        5  6  7  1\n"
         "\n"
         "Rank 6 is in:\n"
-        "group  index  ranks\n"
-        "data   1      2, 6\n"
-        "model  2      4-7\n"
+        "group  index  before  behind  ranks\n"
+        "data   1      2       (2)     2, 6\n"
+        "model  2      5       7       4-7\n"
     )
 
 

@@ -1,9 +1,10 @@
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from distman import DistributedManager
 from distman.collectives import all_gather_objects
-from distman.domain import gather_domain, scatter_domain, weighted_sizes
+from distman.domain import gather_domain, neighbours, scatter_domain, weighted_sizes
 from distman.testing import ranks
 from tests.collectives.reference import random_tensor
 
@@ -47,3 +48,28 @@ def test_sizes_by_weights():
     for weights in ([], [0, 0], [1, -1]):
         with pytest.raises(ValueError, match="weights must be 0 or more"):
             weighted_sizes(3, weights)
+
+
+@ranks(4)
+def test_neighbours_along_the_axes_of_a_mesh(rank):
+    DistributedManager().initialize_mesh((1, 2, 2), ("x", "y", "z"))
+    row, column = divmod(rank, 2)
+    assert neighbours("x") == (None, None)
+    assert neighbours("x", periodic=True) == (rank, rank)
+    assert neighbours("y") == ((None, rank + 2) if row == 0 else (rank - 2, None))
+    assert neighbours("z") == ((None, rank + 1) if column == 0 else (rank - 1, None))
+    assert neighbours("z", periodic=True) == (rank ^ 1, rank ^ 1)
+    assert neighbours() == (rank - 1 if rank else None, rank + 1 if rank < 3 else None)
+    assert neighbours(periodic=True) == ((rank - 1) % 4, (rank + 1) % 4)
+
+
+@ranks(4)
+def test_blocks_of_dtensors_where_shards_are_even(rank):
+    mesh = DistributedManager().initialize_mesh((2, 2), ("rows", "columns"))
+    full = random_tensor(3, 4, 6)
+    sharded = distribute_tensor(full, mesh, [Shard(1), Shard(2)])
+    block = sharded.to_local()
+    assert torch.equal(block, scatter_domain(full if rank == 0 else None, DIMS))
+    back = DTensor.from_local(block, mesh, [Shard(1), Shard(2)])
+    assert back.shape == full.shape
+    assert torch.equal(back.full_tensor(), full)

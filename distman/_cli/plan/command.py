@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from distman._cli.output import UsageError, print_table, print_text
@@ -115,11 +115,18 @@ def _print(layout: Layout, rank: int) -> None:
         print_table(*grid, title="The ranks:")
     if groups:
         own = {name: each.block_of(rank) for name, each in groups.items()}
-        rows = [[name, ranks.index(rank), shorten(ranks)] for name, ranks in own.items()]
+        rows = [[name, ranks.index(rank), *_neighbours(ranks, rank), shorten(ranks)] for name, ranks in own.items()]
         print()
-        print_table(["group", "index", "ranks"], rows, title=f"Rank {rank} is in:")
+        print_table(["group", "index", "before", "behind", "ranks"], rows, title=f"Rank {rank} is in:")
     for warning in layout.warnings():
         print_text(f"\nwarning: {warning}")
+
+
+def _neighbours(ranks: Sequence[int], rank: int) -> tuple[str, str]:
+    """Return the ranks before and behind one; in brackets those that are so in a periodic field only."""
+    index, last = ranks.index(rank), len(ranks) - 1
+    before, behind = str(ranks[index - 1]), str(ranks[(index + 1) % len(ranks)])
+    return before if index else f"({before})", behind if index < last else f"({behind})"
 
 
 def _print_nodes(layout: Layout) -> None:
