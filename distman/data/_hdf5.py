@@ -37,7 +37,7 @@ class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
     def __init__(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
         self._path, self._names = Path(path), list(names)
         self._opened: tuple[int, list[Any]] | None = None
-        lengths = {name: len(data) for name, data in zip(self._names, self._datasets(), strict=True)}
+        lengths = {name: len(data) for name, data in zip(self._names, self.arrays(), strict=True)}
         if len(set(lengths.values())) > 1:
             raise ValueError(
                 f"datasets must be equally long, got {lengths} from {path}. Name those with a row for each sample."
@@ -48,7 +48,7 @@ class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
         return self._length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.as_tensor(data[index]) for data in self._datasets())
+        return tuple(torch.as_tensor(data[index]) for data in self.arrays())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
@@ -71,19 +71,31 @@ class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
             >>> Hdf5Dataset("flow.h5", ["labels"]).read(range(1, 3))
             (tensor([6, 7]),)
         """
-        return tuple(torch.as_tensor(data[rows.start : rows.stop]) for data in self._datasets())
+        return tuple(torch.as_tensor(data[rows.start : rows.stop]) for data in self.arrays())
 
-    def _datasets(self) -> list[Any]:
-        """Return the datasets as opened by this process; those opened before a fork cannot be shared with it.
+    def arrays(self) -> list[Any]:
+        """Return the datasets of h5py as this process has opened them.
 
-        They are kept, since finding one by its name takes several times as long as reading a row.
+        Local.
+
+        Example:
+            >>> import h5py
+            >>> with h5py.File("flow.h5", "w") as file:
+            ...     file["labels"] = [5, 6, 7, 8]
+            >>> Hdf5Dataset("flow.h5", ["labels"]).arrays()
+            [<HDF5 dataset "labels": shape (4,), type "<i8">]
         """
+        # Those opened before a fork cannot be shared with it. They are kept, since finding one by its name takes
+        # several times as long as reading a row.
         if self._opened is None or self._opened[0] != os.getpid():
             try:
                 import h5py
             except ImportError as error:
                 raise ImportError("Hdf5Dataset needs h5py, which is not installed. Run pip install h5py.") from error
-            file = h5py.File(self._path, "r")
+            # HDF5 would read 64 kB around each row of a block that has a part of the rows.
+            access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+            access.set_sieve_buf_size(0)
+            file = h5py.File(h5py.h5f.open(os.fsencode(self._path), h5py.h5f.ACC_RDONLY, access))
             found = {name: file.get(name) for name in self._names}
             missing = [name for name, data in found.items() if not hasattr(data, "shape")]
             if missing or not found:

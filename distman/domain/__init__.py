@@ -7,8 +7,10 @@ from distman.domain._blocks import gather_domain, scatter_domain
 from distman.domain._decompose import decompose
 from distman.domain._halo import halo_exchange, halo_reduce
 from distman.domain._local import Roll
+from distman.domain._reading import DomainDataset
 
 __all__ = [
+    "DomainDataset",
     "Roll",
     "decompose",
     "gather_domain",

@@ -98,7 +98,7 @@ def gaps(covered: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int
 
 def _pieces(bounds: tuple[int, int], starts: Sequence[int], boundary: Boundary) -> Iterator[tuple[int, Run]]:
     """Yield the runs of a window with their owners, counted within the owners' shards."""
-    for run in _runs(*bounds, starts[-1], boundary):
+    for run in runs_of(*bounds, starts[-1], boundary):
         end = run.source + run.num_sent
         owner = bisect.bisect_right(starts, run.source) - 1
         while owner < len(starts) - 1 and starts[owner] < end:
@@ -110,7 +110,7 @@ def _pieces(bounds: tuple[int, int], starts: Sequence[int], boundary: Boundary) 
             owner += 1
 
 
-def _runs(start: int, end: int, length: int, boundary: Boundary) -> Iterator[Run]:
+def runs_of(start: int, end: int, length: int, boundary: Boundary) -> Iterator[Run]:
     """Yield the runs of the full field, of this length, that fill a window."""
     if boundary == "circular":
         place = start
