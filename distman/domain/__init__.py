@@ -8,10 +8,12 @@ from distman.domain._decompose import decompose
 from distman.domain._halo import halo_exchange, halo_reduce
 from distman.domain._local import Roll
 from distman.domain._reading import DomainDataset
+from distman.domain._spectral import SpectralConv
 
 __all__ = [
     "DomainDataset",
     "Roll",
+    "SpectralConv",
     "decompose",
     "gather_domain",
     "halo_exchange",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distman.collectives import all_gather_objects, resolve_group
-from distman.domain import _local, _norms
+from distman.domain import _local, _norms, _spectral
 from distman.domain._axes import layout_of
 from distman.domain._blocks import Dims
 from distman.domain._domain import Domain, OnBlocks
@@ -56,6 +56,7 @@ _LAYERS = dict(
         _made(nn.PixelShuffle, _local.PixelShuffle),
         _made(nn.PixelUnshuffle, _local.PixelUnshuffle),
         _made(_local.Roll, _local.RollOnBlocks),
+        _made(_spectral.SpectralConv, _spectral.SpectralConvOnBlocks),
     ]
 )
 
@@ -64,7 +65,8 @@ def decompose(module: nn.Module, dims: Dims, *, check: torch.Tensor | None = Non
     """Let a model compute on blocks of a field what it computes on the full field.
 
     Local, unless ``check`` is given; each call of the model becomes collective over the groups of ``dims``, forward and
-    backward. Convolutions, pooling, norms, ``Upsample``, padding, pixel shuffles and :class:`Roll` become subclasses of
+    backward. Convolutions, pooling, norms, ``Upsample``, padding, pixel shuffles, :class:`Roll` and
+    :class:`SpectralConv` become subclasses of
     theirs with the same parameters and state dicts, which exchange what they need with the neighbours. Functions called
     between them may treat each position alone; those that mix positions of a split dim, such as
     ``torch.nn.functional.interpolate`` or a mean over it, are refused with what to write instead.

@@ -50,6 +50,7 @@ _INSTEAD = {
     "interpolate": "Use the module torch.nn.Upsample",
     "upsample": "Use the module torch.nn.Upsample",
     "roll": "Use the module distman.domain.Roll",
+    "fft": "Use the module distman.domain.SpectralConv",
     "pixel_shuffle": "Use the module torch.nn.PixelShuffle",
     "pixel_unshuffle": "Use the module torch.nn.PixelUnshuffle",
     "mean": "Use the module torch.nn.AdaptiveAvgPool2d(1), or its like of other dims",

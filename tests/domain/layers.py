@@ -8,7 +8,7 @@ from torch import nn
 
 from distman import DistributedManager
 from distman.collectives import all_gather_v
-from distman.domain import Roll, decompose
+from distman.domain import Roll, SpectralConv, decompose
 from distman.domain._axes import layout_of
 from tests.domain.reference import cut, drawer
 
@@ -109,11 +109,15 @@ def pixel_shuffle(draw, _):
     return draw.choice([nn.PixelShuffle, nn.PixelUnshuffle])(draw.choice([1, 2]))
 
 
+def spectral_conv(draw, num):
+    return SpectralConv(2, draw.randint(1, 3), [draw.randint(1, 4) for _ in range(num)])
+
+
 KINDS = {
     one.__name__: one
     for one in (
         *(conv, conv_transpose, max_pool, avg_pool, adaptive_pool, batch_norm, group_norm, instance_norm, upsample),
-        *(pad, roll, pixel_shuffle),
+        *(pad, roll, pixel_shuffle, spectral_conv),
     )
 }
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from distman.domain import Roll
+from distman.domain import Roll, SpectralConv
 
 
 class Block(nn.Module):
@@ -56,3 +56,20 @@ class UNet(nn.Module):
         middle = self.wide(self.last(low.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
         a, b = torch.cat([low, middle], 1).chunk(2, dim=1)
         return self.leave(self.roll(torch.cat([high, self.up(a), self.other(b)], dim=1)))
+
+
+class FNO(nn.Module):
+    """A Fourier neural operator: spectral layers beside convolutions of one entry."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.project = nn.Conv2d(2, 6, 1), nn.Sequential(nn.Conv2d(6, 8, 1), nn.GELU(), nn.Conv2d(8, 2, 1))
+        self.spectral = nn.ModuleList(SpectralConv(6, 6, (4, 5)) for _ in range(3))
+        self.beside = nn.ModuleList(nn.Conv2d(6, 6, 1) for _ in range(3))
+        self.norm = nn.InstanceNorm2d(6, affine=True)
+
+    def forward(self, x):
+        x = self.lift(x)
+        for spectral, beside in zip(self.spectral, self.beside, strict=True):
+            x = torch.nn.functional.gelu(self.norm(spectral(x)) + beside(x))
+        return self.project(x)

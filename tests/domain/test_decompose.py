@@ -13,7 +13,7 @@ from distman.domain import decompose, gather_domain
 from distman.domain._axes import layout_of
 from distman.testing import ranks
 from tests.domain.layers import block_of, total
-from tests.domain.models import ResNet, UNet
+from tests.domain.models import FNO, ResNet, UNet
 from tests.domain.reference import cut, drawer
 
 DIMS = {-2: "rows", -1: "columns"}
@@ -43,7 +43,7 @@ def compute(model, field, time):
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
-@pytest.mark.parametrize("kind", [ResNet, UNet])
+@pytest.mark.parametrize("kind", [ResNet, UNet, FNO])
 @ranks(1, 2, 3, 4)
 def test_a_training_is_that_of_one_process(world_size, kind, even):
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ REFUSED = {
     "pad": (lambda x: functional.pad(x, (1, 1)), "got pad: .*ZeroPad2d"),
     "interpolate": (lambda x: functional.interpolate(x, scale_factor=2), r"got interpolate: .*torch.nn.Upsample"),
     "roll": (lambda x: torch.roll(x, 1, -1), r"got roll: .*distman.domain.Roll"),
-    "fft": (lambda x: torch.fft.rfft2(x).real, "got fft_rfft2: .*gather_domain"),
+    "fft": (lambda x: torch.fft.rfft2(x).real, "got fft_rfft2: .*distman.domain.SpectralConv"),
     "mean": (lambda x: x.mean(), "got mean: it does not keep dim -2, which is split.*AdaptiveAvgPool2d"),
     "mean of a dim": (lambda x: x.mean(-1), "got mean: it does not keep dim -1"),
     "sum": (lambda x: x.sum((1, 2)), "got sum: it does not keep dim -2"),
