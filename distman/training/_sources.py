@@ -72,10 +72,10 @@ class LoaderSource:
     def __init__(self, loader: TrainingLoader, num_samples: NumSamples | None = None) -> None:
         if not len(loader):
             raise ValueError("a loader to train with must have a full batch, got none. Choose a smaller batch_size.")
-        if loader.batches.num_ranks != DistributedManager().world_size:
+        if loader.batches.num_ranks != DistributedManager().world_size and num_samples is None:
             raise ValueError(
                 "a loader to train with must distribute its data over all ranks, got one for "
-                f"{loader.batches.num_ranks}. Leave its group out."
+                f"{loader.batches.num_ranks}. Leave its group out, or pass num_samples where ranks share samples."
             )
         self.loader = loader
         self._count = num_samples

@@ -9,8 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from distman import DistmanError, DistributedManager
 from distman.collectives import all_gather_objects
-from distman.domain import decompose, gather_domain
+from distman.data import distributed_loader
+from distman.domain import DomainDataset, decompose, gather_domain
 from distman.domain._axes import layout_of
+from distman.handler import NNHandler
 from distman.testing import ranks
 from tests.domain.layers import block_of, total
 from tests.domain.models import FNO, ResNet, UNet
@@ -259,19 +261,76 @@ def test_copies_and_pickles_and_state_dicts():
         assert torch.equal(other(block), expected)
 
 
-@ranks(4)
-def test_data_parallelism_beside_it():
-    manager = DistributedManager()
-    manager.initialize_mesh((2, 2), ("data", "columns"))
+def smoothing():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv1d(2, 1, 3, padding=1)).double()
-    fields = torch.randn(4, 1, 8).double()
-    model_of_one = copy.deepcopy(model)
-    model_of_one(fields).square().mean().backward()
-    wrapped = manager.wrap_ddp(decompose(model, {-1: "columns"}))
+    return nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv1d(2, 1, 3, padding=1)).double()
+
+
+@pytest.mark.parametrize("wrap", ["wrap_ddp", "wrap_fsdp"])
+@ranks(4)
+def test_data_parallelism_beside_it(wrap):
+    manager = DistributedManager()
+    manager.initialize_mesh((2, 1, 2), ("data", "rows", "columns"))
+    model_of_one, fields = smoothing(), torch.randn(4, 1, 8).double()
+    wrapped = getattr(manager, wrap)(decompose(smoothing(), {-1: "columns"}))
     mine = fields.split(2)[manager.group_rank("data")].split([3, 5], -1)[manager.group_rank("columns")]
-    (wrapped(mine).square().sum() * 4 / fields.numel()).backward()
-    for one, other in zip(model.parameters(), model_of_one.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
-    whole = gather_domain(wrapped(mine), {-1: "columns"}, everywhere=True)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model_of_one, wrapped)]
+    for _ in range(3):
+        model_of_one(fields).square().mean().backward()
+        (wrapped(mine).square().sum() * 4 / fields.numel()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(wrapped.parameters(), model_of_one.parameters(), strict=True):
+        whole = one.full_tensor() if wrap == "wrap_fsdp" else one
+        torch.testing.assert_close(whole, other, rtol=1e-10, atol=1e-12)
+    whole = gather_domain(wrapped(mine).detach(), {-1: "columns"}, everywhere=True)
     torch.testing.assert_close(whole, model_of_one(fields.split(2)[manager.group_rank("data")]))
+
+
+@pytest.fixture(scope="module")
+def losses_of_one_process():
+    fields = torch.randn(8, 1, 7, generator=torch.Generator().manual_seed(0)).double()
+    model = smoothing()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for _ in range(2):
+        total_of_epoch = 0.0
+        for batch in fields.split(4):
+            loss = functional.mse_loss(model(batch), batch.roll(1, 0))
+            total_of_epoch += float(loss.detach()) / 2
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(total_of_epoch)
+    return losses
+
+
+@ranks(1, 2, 4)
+def test_the_handler_trains_it(losses_of_one_process, world_size):
+    manager = DistributedManager()
+    columns = min(world_size, 2)
+    manager.initialize_mesh((-1, columns), ("data", "columns"))
+    fields = torch.randn(8, 1, 7, generator=torch.Generator().manual_seed(0)).double()
+    targets = torch.cat([batch.roll(1, 0) for batch in fields.split(4)])
+    weights = {-1: [1, 2][:columns]}
+    dataset = DomainDataset([fields.numpy(), targets.numpy()], {-1: "columns"}, weights=weights)
+    handler = NNHandler(lambda: decompose(smoothing(), {-1: "columns"}), logger_mode=None)
+    handler.set_optimizer(torch.optim.SGD, lr=0.1)
+    handler.set_loss_fn(functional.mse_loss, num_samples=lambda batch: batch[0].numel())
+    per_rank = 4 * columns // world_size
+    handler.set_train_loader(distributed_loader(dataset, batch_size=per_rank, shuffle=False, group="data"))
+    assert handler.train(2)["loss"] == pytest.approx(losses_of_one_process, rel=1e-10)
+
+
+@ranks(2)
+def test_a_training_after_an_inference(rank):
+    model = decompose(
+        nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), nn.Upsample(9, mode="linear"), nn.AdaptiveAvgPool1d(4)),
+        {-1: "world"},
+    )
+    with torch.inference_mode():
+        expected = model(torch.ones(1, 1, 2 + rank))
+    result = model(torch.ones(1, 1, 2 + rank))
+    result.sum().backward()
+    assert torch.equal(result, expected)
