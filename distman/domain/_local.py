@@ -312,7 +312,7 @@ class Upsample(OnBlocks):
         sizes, scales = repeated(self.size, num), repeated(self.scale_factor, num)
         out_layout: Layout = {}
         if self.size is None and not self.align_corners and all(float(scale).is_integer() for scale in scales):
-            return self.multiplied(tensor, layout, [int(scale) for scale in scales])
+            return multiplied(self, tensor, layout, [int(scale) for scale in scales])
         for at in range(num):
             dim = at - num
             length = layout[dim].length if dim in layout else tensor.shape[dim]
@@ -325,13 +325,15 @@ class Upsample(OnBlocks):
             tensor = resampled(tensor, dim, layout, size, taps, out_layout)
         return tensor, out_layout
 
-    def multiplied(self: Any, tensor: torch.Tensor, layout: Layout, factors: list[int]) -> tuple[torch.Tensor, Layout]:
-        """Resize by whole numbers, which torch does alike at each place of the field."""
-        growths = {dim: (factors[dim], 0, 2 * factors[dim], axis.length * factors[dim]) for dim, axis in layout.items()}
-        tensor, out_layout, firsts = enlarged_window(tensor, layout, growths, 2, is_clipped=True)
-        scales = [float(factor) for factor in factors]
-        result = functional.interpolate(tensor, scale_factor=scales, mode=self.mode, align_corners=self.align_corners)
-        return cropped(result, out_layout, firsts), out_layout
+
+def multiplied(layer: Any, tensor: torch.Tensor, layout: Layout, factors: list[int]) -> tuple[torch.Tensor, Layout]:
+    """Resize by whole numbers, which torch does alike at each place of the field."""
+    more = {"bicubic": 2, "linear": 1, "bilinear": 1, "trilinear": 1}.get(layer.mode, 0)  # entries on each side
+    growths = {dim: (factors[dim], 0, more * factors[dim], axis.length * factors[dim]) for dim, axis in layout.items()}
+    tensor, out_layout, firsts = enlarged_window(tensor, layout, growths, more, is_clipped=True)
+    scales = [float(factor) for factor in factors]
+    result = functional.interpolate(tensor, scale_factor=scales, mode=layer.mode, align_corners=layer.align_corners)
+    return cropped(result, out_layout, firsts), out_layout
 
 
 class Pad(OnBlocks):

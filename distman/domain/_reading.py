@@ -60,7 +60,7 @@ class DomainDataset(Dataset[tuple[torch.Tensor, ...]]):
                 f"arrays must have one number of samples, and behind it the dims {list(dims)}, counted from the end, "
                 f"got the shapes {shapes}. Pass arrays with a row for each sample."
             )
-        self._length = shapes[0][0]
+        self._length: int = shapes[0][0]
         self._runs: list[list[list[Run]]] = []  # for each array and dim, what is read of it
         self._shapes: list[list[int]] = []
         for shape in shapes:
@@ -89,6 +89,6 @@ def _read(array: Any, index: int, shape: Sequence[int], runs: Sequence[Sequence[
     block = np.zeros(shape, array.dtype)
     for parts in itertools.product(*runs):
         piece = np.asarray(array[(index, *(slice(run.source, run.source + run.num_sent) for run in parts))])
-        piece = np.flip(piece, [dim for dim, run in enumerate(parts) if run.step < 0])
+        piece = np.flip(piece, tuple(dim for dim, run in enumerate(parts) if run.step < 0))
         block[tuple(slice(run.target, run.target + run.length) for run in parts)] = piece
     return torch.from_numpy(block) if block.ndim else torch.tensor(block)
