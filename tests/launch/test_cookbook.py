@@ -38,6 +38,7 @@ HDF5 = ("hdf5_regression.py", "--epochs", 2)
 UNET = ("unet.py", "--epochs", 2, "--width", 4, "--batch", 6)  # a rank of three often has two hidden maps
 PROFILES = ("conditional_score.py", "--epochs", 40, "--profiles", 2400, "--width", 64, "--samples", 40)
 PREEMPTION = ("preemption.py", "--save-every", 50)
+WAVES = ("shallow_water.py", "--snapshots", 5, "--steps", 8, "--width", 4)
 FABRIC = ("with_fabric.py", "--epochs", 3)
 
 
@@ -116,6 +117,11 @@ def sea_alone(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def waves_alone():
+    return alone(*WAVES)
+
+
+@pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluated")
     files = "--weights", folder / "weights.pt", "--predictions", folder / "alone.csv"
@@ -155,6 +161,25 @@ def test_the_soliton_keeps_its_shape(rank):
         assert error < 4e-6
         assert error / smaller == pytest.approx(16, rel=0.05)
         assert mass < 1e-11
+
+
+@ranks(2, 3, 4, manager=False)
+def test_waves_on_a_field_that_is_split(waves_alone, tmp_path, rank):
+    """Two ranks split the rows, three the columns, and four both."""
+    assert_same(run_here(*WAVES, "--plot", tmp_path / "waves.png"), waves_alone, rank)
+    assert (tmp_path / "waves.png").exists() == (rank == 0)
+
+
+@ranks(4, manager=False)
+def test_waves_on_a_field_beside_data_parallelism(waves_alone, rank):
+    assert_same(run_here(*WAVES, "--rows", 1, "--columns", 2), waves_alone, rank)
+
+
+def test_waves_are_learnt():
+    volume, later, first, last, error = numbers(alone("shallow_water.py", "--snapshots", 7, "--steps", 100))
+    assert later == pytest.approx(volume, rel=1e-12)
+    assert last < 0.1 * first
+    assert error < 0.5
 
 
 @ranks(2, 3, manager=False)
