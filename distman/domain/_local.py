@@ -27,6 +27,10 @@ def padded(
     """Pad a dim that is whole; negative numbers cut off."""
     if before == after == 0:
         return tensor
+    if boundary == "zeros" and tensor.numel() == 0:  # which torch 2.8 refuses to pad
+        shape = list(tensor.shape)
+        shape[dim] += before + after
+        return tensor.new_full(shape, value) + tensor.sum()
     if boundary == "zeros":
         return functional.pad(tensor, [0] * (2 * (-dim - 1)) + [before, after], value=value)
     # By indices, since torch refuses to pad what is empty along another dim.

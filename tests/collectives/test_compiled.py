@@ -155,7 +155,11 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("compiler", BACKENDS)
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize(
+    "name",
+    # With gloo of torch 2.8, FSDP2 by itself adds gradients where it should take their mean.
+    [pytest.param(name, marks=[pytest.mark.torch("2.9")] * name.startswith("FSDP2")) for name in WRAPPED],
+)
 @ranks(2)
 def test_a_model_that_is_compiled_and_parallel(rank, name, compiler):
     model = WRAPPED[name](compiler)
