@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -34,25 +35,12 @@ def gather_v(
     return torch.cat([full, full.new_zeros(shape)], dim) if shape[dim] else full
 
 
-class AllGatherVAutograd:
-    """:func:`all_gather_v`, called as an autograd function."""
-
-    apply = staticmethod(all_gather_v)
-
-
-class GatherVAutograd:
-    """:func:`gather_v`, called as an autograd function."""
-
-    apply = staticmethod(gather_v)
+def _as_class(function: Callable[..., torch.Tensor]) -> Any:
+    """Return a class whose ``apply`` is a function, as of an autograd function."""
+    return type(function.__name__, (), {"__doc__": function.__doc__, "apply": staticmethod(function)})
 
 
-class ScatterVAutograd:
-    """:func:`scatter_v`, called as an autograd function."""
-
-    apply = staticmethod(scatter_v)
-
-
-class IndexedAllToAllVAutograd:
-    """:func:`indexed_all_to_all_v`, called as an autograd function."""
-
-    apply = staticmethod(indexed_all_to_all_v)
+AllGatherVAutograd = _as_class(all_gather_v)
+GatherVAutograd = _as_class(gather_v)
+ScatterVAutograd = _as_class(scatter_v)
+IndexedAllToAllVAutograd = _as_class(indexed_all_to_all_v)

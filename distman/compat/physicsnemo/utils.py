@@ -129,37 +129,9 @@ def all_gather_v_wrapper(
     return full.contiguous(memory_format=get_memory_format(tensor))
 
 
-@torch.no_grad()
-def all_gather_v_bwd_wrapper(
-    tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0, use_fp32: bool = True, group: GroupLike = None
-) -> torch.Tensor:
-    """Do what :func:`distman.collectives.reduce_scatter_v` does, without a gradient.
-
-    Collective. Blocking.
-    """
-    return collectives.reduce_scatter_v(tensor, sizes, dim, use_fp32, group)
-
-
-@torch.no_grad()
-def gather_v_wrapper(
-    tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0, dst: int = 0, group: GroupLike = None
-) -> torch.Tensor:
-    """Do what :func:`gather_v` of this package does, without a gradient.
-
-    Collective. Blocking.
-    """
-    return gather_v(tensor, sizes, dim, dst, group)
-
-
-@torch.no_grad()
-def scatter_v_wrapper(
-    tensor: torch.Tensor | None, sizes: Sequence[int], dim: int = 0, src: int = 0, group: GroupLike = None
-) -> torch.Tensor:
-    """Do what :func:`distman.collectives.scatter_v` does, without a gradient.
-
-    Collective. Blocking.
-    """
-    return collectives.scatter_v(tensor, sizes, dim, src, group)
+all_gather_v_bwd_wrapper = torch.no_grad()(collectives.reduce_scatter_v)
+gather_v_wrapper = torch.no_grad()(gather_v)
+scatter_v_wrapper = torch.no_grad()(collectives.scatter_v)
 
 
 @torch.no_grad()
