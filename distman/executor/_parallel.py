@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -30,7 +30,8 @@ _with_threads: weakref.WeakSet[ParallelExecutor] = weakref.WeakSet()
 class ParallelExecutor(Executor):
     """One resident process for each device, started by the first call.
 
-    It is a context manager and a ``concurrent.futures.Executor``. With ``pass_device`` every function is given its
+    It is a context manager and a ``concurrent.futures.Executor``, whose ``map`` shares the calls out among the devices;
+    its ``chunksize`` changes nothing. With ``pass_device`` every function is given its
     device: as the first argument, or by keyword if it has a parameter ``device`` that is not its first, or takes
     nothing but keywords.
 
@@ -162,41 +163,6 @@ class ParallelExecutor(Executor):
             raise
         future.add_done_callback(lambda _: self._end())
         return future
-
-    def map(
-        self, fn: Callable[..., T], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
-    ) -> Iterator[T]:
-        """Call the function for the elements of the iterables, shared out among the devices.
-
-        Local. The calls begin at once, before the first result is asked for.
-
-        Args:
-            fn: The function.
-            iterables: Its arguments after the device, one from each.
-            timeout: Seconds from now until the last result must have been taken, None for no limit.
-            chunksize: For other executors; here every call is a task of its own.
-
-        Returns:
-            The results in the order of the elements; the exceptions are those of ``run``.
-
-        Raises:
-            ValueError: ``chunksize`` is below 1, or ``timeout`` is not positive.
-            TypeError: ``timeout`` is not a number of seconds.
-
-        Example:
-            >>> def train(device, rate, width):
-            ...     return f"{rate} with width {width} on {device}"
-            >>> with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
-            ...     for result in executor.map(train, [0.1, 0.01], [32, 64]):
-            ...         print(result)
-            0.1 with width 32 on cpu
-            0.01 with width 64 on cpu
-        """
-        if chunksize < 1:
-            raise ValueError(f"chunksize must be at least 1, got {chunksize}.")
-        if timeout is not None:
-            timeout = check_seconds("timeout", timeout)
-        return super().map(fn, *iterables, timeout=timeout)
 
     def _task(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Task:
         place = _device_place(function) if self._pass_device else ""

@@ -162,11 +162,6 @@ def test_map_and_submit_share_the_work_out(pair):
     assert len({future.result(20) for future in as_completed(futures, 20)}) == 2
 
 
-def test_map_refuses_a_chunk_of_nothing(pair):
-    with pytest.raises(ValueError, match=r"^chunksize must be at least 1, got 0\."):
-        pair.map(abs, [1], chunksize=0)
-
-
 def test_a_module_of_a_class_of_its_own_is_sent_by_name(pair):
     cudnn = torch.backends.cudnn
     assert pair.run(lambda device: cudnn is torch.backends.cudnn) == [True, True]
