@@ -7,12 +7,37 @@
     DistributedManager.initialize()        # once, at the start of the script
     manager = DistributedManager()         # anywhere: the same state
     manager.rank, manager.world_size, manager.device
+
+What is imported from here; ``help(distman.on_rank)``, say, tells more::
+
+    DistributedManager       the place of this process in its job, groups of ranks, barriers, DDP and FSDP, stops
+    Peer                     what is known of another rank
+    explain                  which launcher has started this process, and why that is believed
+    pick_device              the device of a rank, by its place on its host
+    resolve_device           the device that a text names
+    split_sizes              balanced parts of a length
+    run                      call a function on several ranks of this machine
+    Stepper                  gradients and steps that are the same on all ranks, for a loop of your own
+    ParallelExecutor         call a function on every device of this machine, without a job
+    parallel_on_all_devices  a function of tensors on all GPUs of this process
+
+    on_rank, rank_zero_only, on_local_rank    let a function run on some ranks, while the others wait
+    rank_zero_first, local_rank_zero_first    let one rank run through a block before the others
+    surviving_failure                         go on after the failure of another rank
+
+    JobFailed                another rank has failed, and with it the job
+    DistmanError             the base of all others: BarrierTimeoutError, CheckpointError, DivergenceError,
+                             LaunchEnvironmentError, NonFiniteLossError, NotInitializedError, PlanMismatchError,
+                             RankFailedError, RendezvousError, UndefinedGroupError, WorkerError, WorkerDiedError
+
+The rest is in the packages: collectives, mappings, fft, domain, metrics, data, checkpoint, handler, score, and testing.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from distman import _startup
@@ -122,6 +147,9 @@ _ELSEWHERE = {
 }
 
 
+_NEAR = 3  # callers among which help() is: two functions of ``inspect``, and then ``pydoc``
+
+
 def __getattr__(name: str) -> Any:
     if name in PACKAGES:
         return importlib.import_module(f"distman.{name}")
@@ -134,6 +162,11 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_NEAR):
+        if frame is not None and frame.f_code.co_name == "docmodule":
+            return []  # help() would print each name in full, thousands of lines; the docstring has them all
+        frame = frame and frame.f_back
     return sorted({*__all__, *PACKAGES, *(name for name in globals() if name.startswith("__"))})
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import pydoc
 import re
 import subprocess
 import sys
@@ -194,6 +195,12 @@ def test_no_message_names_the_package_on_pypi_that_is_another_one():
 
 def test_the_package_says_its_version():
     assert distman.__version__ == VERSION
+
+
+def test_the_help_of_the_package_fits_two_screens_and_names_all():
+    shown = pydoc.plain(pydoc.render_doc(distman))
+    assert len(shown.splitlines()) <= 100
+    assert [name for name in distman.__all__ if not re.search(rf"\b{name}\b", shown)] == []
 
 
 def test_the_package_shows_its_public_names_and_nothing_else():
