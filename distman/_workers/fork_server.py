@@ -9,7 +9,6 @@ worker's stacks, or for its end by shutting it down.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -17,11 +16,12 @@ import selectors
 import signal
 import socket
 import struct
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
+from distman._base.process_tree import end_with_parent
+from distman._workers.output import whole_process
 from distman._workers.sockets import receive_with_descriptors
 
 # What a worker calls with its settings and its file descriptors; the first of these is for its stacks.
@@ -34,7 +34,6 @@ SHOW_STACKS = b"show stacks"
 STACK_SIGNAL = int(signal.SIGRTMAX) - 2
 _REQUEST_BYTES = 4096  # settings are a handful of numbers and names
 _MOST_DESCRIPTORS = 8
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # How often to look whether the supervisor is still the parent.
 _POLL_SECONDS = 0.5
 
@@ -101,19 +100,12 @@ class _ForkServer:
         self._tell(pid, pid)
         return True
 
-    def _become_worker(self, settings: dict[str, Any], descriptors: Sequence[int], server: int) -> NoReturn:
-        exit_code = 1
-        try:
+    def _become_worker(self, settings: dict[str, Any], descriptors: Sequence[int], server: int) -> None:
+        with whole_process():
             os.setpgid(0, 0)
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == server:
+            if end_with_parent(signal.SIGKILL, server):
                 self._shed()
                 self._work(settings, descriptors)
-            exit_code = 0
-        finally:
-            if exit_code:
-                traceback.print_exc()
-            os._exit(exit_code)
 
     def _shed(self) -> None:
         """Close and reset in a new worker what belongs to the server."""

@@ -78,6 +78,19 @@ def _end_copy(error: BaseException | None) -> NoReturn:
     os._exit(exit_code)
 
 
+@contextlib.contextmanager
+def whole_process() -> Iterator[None]:
+    """End this process after a ``with`` block: with exit code 0, or after an error, which is printed, with 1."""
+    exit_code = 1
+    try:
+        yield
+        exit_code = 0
+    finally:
+        if exit_code:
+            traceback.print_exc()
+        os._exit(exit_code)
+
+
 def describe_exit(exit_code: int | None) -> str:
     """Return how a process ended, such as ``"died of SIGKILL"``; the exit code is None if its server was killed."""
     if exit_code is None:

@@ -7,18 +7,15 @@ survive only if both are killed by force at once. The workers themselves end wit
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import signal
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NoReturn
 
+from distman._base.process_tree import adopt_orphans, end_descendants
 from distman._workers.fork_server import Entry, serve_requests
+from distman._workers.output import whole_process
 
-_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 # How often to look whether the program is still the parent; the kernel tells a process only of its children's ends.
 _POLL_SECONDS = 0.5
 # The server kills its workers and removes a directory; a server that needs longer hangs in a driver or a file system.
@@ -46,9 +43,8 @@ def main(control: int, program: int, entry: str, options: Sequence[object]) -> N
     end_descendants()
 
 
-def _become_server(control: int, supervisor: int, prepare: Entry, options: Sequence[object]) -> NoReturn:
-    exit_code = 1
-    try:
+def _become_server(control: int, supervisor: int, prepare: Entry, options: Sequence[object]) -> None:
+    with whole_process():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         adopt_orphans()
         with prepare(*options) as work:
@@ -56,16 +52,6 @@ def _become_server(control: int, supervisor: int, prepare: Entry, options: Seque
                 serve_requests(control, supervisor, work)
             finally:
                 end_descendants()
-        exit_code = 0
-    finally:
-        if exit_code:
-            traceback.print_exc()
-        os._exit(exit_code)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of what is orphaned below this process."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _is_running(server: int) -> bool:
@@ -74,34 +60,3 @@ def _is_running(server: int) -> bool:
         if ended.si_pid == server:
             return False
     return True
-
-
-def end_descendants() -> None:
-    """End the children by force, then their children, which have become ours, then the children of those."""
-    while True:
-        for pid in _children():
-            os.kill(pid, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def _children() -> list[int]:
-    """Return the children of this process, among them those that have ended and are not waited for."""
-    try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, or a sandbox such as gVisor
-        return children_by_parent()
-
-
-def children_by_parent() -> list[int]:
-    """Return the children of this process, as each of the system's processes names its parent."""
-    return [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit() and _parent(one) == os.getpid()]
-
-
-def _parent(process: Path) -> int:
-    try:
-        return int((process / "stat").read_text(errors="replace").rpartition(") ")[2].split()[1])
-    except OSError:  # it has ended
-        return 0

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from distman._base.private_files import create_anew
+from distman._base.process_tree import adopt_orphans, end_descendants
 from distman._cli.run.console import Console
 from distman._cli.run.outcome import WANTS_RESTART, Outcome, RankOutcome, last_lines, read_error_file
 from distman._cli.run.placement import cpus_of_ranks, variables_of_ranks
@@ -23,7 +24,6 @@ from distman._cli.run.rank import Rank
 from distman._cli.signals import heard, is_from_terminal, received
 from distman._coordination.failure.record import SILENT
 from distman._coordination.signal_names import DEFAULT_SIGNALS
-from distman._workers.supervisor import adopt_orphans, end_descendants
 
 _AFTER_FAILURE = 5.0
 """Seconds for the other ranks to end by themselves once one has failed: one may handle it, and save."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pty
 import signal
@@ -16,9 +15,8 @@ from fcntl import ioctl
 from pathlib import Path
 
 from distman._base.interpreter import environment, options
+from distman._base.process_tree import end_with_parent
 
-_LIBC = ctypes.CDLL(None)  # before the fork, after which nothing may be loaded
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _READ_BYTES = 1 << 16
 
 
@@ -99,8 +97,7 @@ def ending_with_starter(number: int, cpus: Sequence[int] = ()) -> Callable[[], N
     starter = os.getpid()
 
     def prepare() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
-        if os.getppid() != starter:
+        if not end_with_parent(number, starter):
             os._exit(1)
         if cpus:
             os.sched_setaffinity(0, cpus)

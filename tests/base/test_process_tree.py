@@ -1,10 +1,10 @@
-"""The children of a supervisor."""
+"""The children of a process."""
 
 import os
 import subprocess
 import sys
 
-from distman._workers.supervisor import _children, children_by_parent
+from distman._base.process_tree import _children, children_by_parent
 
 
 def test_children_are_found_where_the_kernel_does_not_list_them():
