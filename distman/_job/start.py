@@ -43,7 +43,7 @@ from distman._torch_internals import (
     make_gloo_default,
     meeting_in_few_calls,
 )
-from distman.environments import LAUNCHERS, LaunchEnvironment, OnFailure
+from distman.environments import BARE, LAUNCHERS, LaunchEnvironment, OnFailure
 from distman.errors import DistmanError, JobFailed, RendezvousError
 
 _adoptions: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -144,7 +144,7 @@ def adopt(
     if world_size > 1:
         check_adoption(os.environ)
     if not environment.is_launched or (environment.rank, environment.world_size) != (rank, world_size):
-        environment = LaunchEnvironment.bare(rank, world_size)
+        environment = LaunchEnvironment(BARE.name, rank, world_size)
     hook.set_reporter(functools.partial(abort_job, environment))  # no rank waits for another one to arrive
     backend = dist.get_backend_config()
     device = requested or _bound_device() or (None if "nccl" in backend else torch.device("cpu"))

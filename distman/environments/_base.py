@@ -23,7 +23,7 @@ JOB_ID = "DISTMAN_JOB_ID"
 MAX_DIGITS = 18
 """Longer numbers are typing errors: every launcher's own numbers fit into 64 bits."""
 
-_BARE, _NONE = "env", "single"
+_NONE = "single"
 
 _LEAST = {
     "rank": 0,
@@ -89,25 +89,6 @@ class LaunchEnvironment:
         Local.
         """
         return cls(_NONE, 0, 1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
-
-    @classmethod
-    def bare(cls, rank: int, world_size: int) -> LaunchEnvironment:
-        """Return what is known of a rank whose launcher is not, such as that of a process group of other code.
-
-        Local.
-
-        Args:
-            rank: Index of this process in the job.
-            world_size: Number of processes in the job.
-
-        Raises:
-            LaunchEnvironmentError: There is no such rank.
-
-        Example:
-            >>> LaunchEnvironment.bare(rank=1, world_size=2).launcher
-            'env'
-        """
-        return cls(_BARE, rank, world_size)
 
     @property
     def is_launched(self) -> bool:

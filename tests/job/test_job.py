@@ -25,7 +25,7 @@ from tests.job.meeting.join_records import join_record
 )
 def test_a_rank_beside_this_one_is_on_the_same_machine(changes, told, is_beside):
     peers = complete([join_record(0), join_record(1, **changes)])
-    job = Job(peers[0], 2, torch.device("cpu"), "gloo", Limits(1.0, 1.0), peers, LaunchEnvironment.bare(0, 2))
+    job = Job(peers[0], 2, torch.device("cpu"), "gloo", Limits(1.0, 1.0), peers, LaunchEnvironment("env", 0, 2))
     rank, pid = told
     assert job._is_beside(FailureRecord(rank, "n1", pid, "silent", "is silent").to_error()) is is_beside
 

@@ -27,13 +27,13 @@ def pretend_two_gpus(monkeypatch):
 @pytest.mark.parametrize("requested", [None, torch.device("cuda:1")])
 def test_one_process_makes_its_gpu_the_current_one(monkeypatch, requested):
     chosen = pretend_two_gpus(monkeypatch)
-    job = _job_of_one(LaunchEnvironment.bare(0, 1), requested, LIMITS)
+    job = _job_of_one(LaunchEnvironment("env", 0, 1), requested, LIMITS)
     assert chosen == [job.device] == [requested or torch.device("cuda:0")]
 
 
 def test_one_process_on_the_cpu_leaves_the_gpus_alone(monkeypatch):
     chosen = pretend_two_gpus(monkeypatch)
-    _job_of_one(LaunchEnvironment.bare(0, 1), torch.device("cpu"), LIMITS)
+    _job_of_one(LaunchEnvironment("env", 0, 1), torch.device("cpu"), LIMITS)
     assert chosen == []
 
 
@@ -41,6 +41,6 @@ def test_one_process_on_the_cpu_leaves_the_gpus_alone(monkeypatch):
 def test_a_group_of_other_code_keeps_the_device_that_it_is_bound_to(monkeypatch, rank):
     chosen = pretend_two_gpus(monkeypatch)
     dist.group.WORLD.bound_device_id = torch.device("cuda", 1 - rank)
-    job = adopt(LaunchEnvironment.bare(rank, 2), None, LIMITS, None)
+    job = adopt(LaunchEnvironment("env", rank, 2), None, LIMITS, None)
     assert chosen == [job.device] == [torch.device("cuda", 1 - rank)]
     dist.all_reduce(torch.ones(1))  # so that nobody leaves while the other one still joins

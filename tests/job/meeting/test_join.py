@@ -52,7 +52,7 @@ def test_what_may_fail_is_done_before_the_store_is_opened(monkeypatch):
         raise RuntimeError("the driver does not answer")
 
     monkeypatch.setattr(module, "visible_devices", fail)
-    environment = LaunchEnvironment.bare(0, 2)
+    environment = LaunchEnvironment("env", 0, 2)
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with pytest.raises(RuntimeError, match="the driver does not answer"):
         join(
@@ -67,5 +67,5 @@ def test_what_may_fail_is_done_before_the_store_is_opened(monkeypatch):
 
 
 def test_a_rank_says_which_machine_it_runs_on():
-    machine = join_record_of(LaunchEnvironment.bare(0, 2), {}, device=None, backend=None).machine
+    machine = join_record_of(LaunchEnvironment("env", 0, 2), {}, device=None, backend=None).machine
     assert machine == (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip())

@@ -102,7 +102,7 @@ def check_folder(path, _):
 
 
 def read_secret(path, _):
-    find_protection(LaunchEnvironment.bare(0, 2), {"DISTMAN_SECRET_FILE": str(path)})
+    find_protection(LaunchEnvironment("env", 0, 2), {"DISTMAN_SECRET_FILE": str(path)})
 
 
 WRITERS = {
