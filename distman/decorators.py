@@ -246,6 +246,12 @@ def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def _on_all_ranks(func: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function on every rank, and return what it returned here if it succeeded on all; else raise on all."""
+    members = _members(None)
+    return cast("R", on_rank(range(members.size if members is not None else 1))(func)(*args, **kwargs))
+
+
 def _run_on(
     ranks: Sequence[int],
     run: Callable[[], R],

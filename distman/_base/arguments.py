@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import importlib
+import operator
 import reprlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
+from types import ModuleType
+
+
+def check_number(name: str, value: int, *, least: int = 1, remedy: str = "Pass a positive number.") -> int:
+    """Return a whole number that is not too small."""
+    if not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number, got {value!r}. Pass an integer.")
+    if operator.index(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}. {remedy}")
+    return value
+
+
+def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}. Choose one of them.")
 
 
 def check_options(options: Mapping[str, object], known: Iterable[str], method: str) -> None:
@@ -18,6 +35,15 @@ def check_options(options: Mapping[str, object], known: Iterable[str], method: s
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"Did you mean {close[0]}?" if close else f"It takes {', '.join(names)}."
             raise TypeError(f"{name} must be an option that {method}() takes, got {name}={reprlib.repr(value)}. {hint}")
+
+
+def require(module: str, what: str) -> ModuleType:
+    """Return a module of a package that something needs and users install themselves, or say so."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{what} needs {package}, which is not installed. Run pip install {package}.") from error
 
 
 def check_seconds(name: str, value: object, *, below: float | None = None) -> float:

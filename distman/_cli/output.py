@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from distman._base.arguments import require
+
 _MAX_NAMED = 8  # in a sentence
 
 PICTURES = (".pdf", ".png", ".svg")
@@ -31,10 +33,7 @@ def check_output(path: Path, suffixes: Sequence[str]) -> None:
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise UsageError(f"the output must be a file that can be written, got {path}. Choose another place.")
     if path.suffix in PICTURES:
-        try:
-            import matplotlib  # noqa: F401 - to see whether it can be
-        except ImportError as error:
-            raise ImportError(f"matplotlib must be installed to draw {path}. Run pip install matplotlib.") from error
+        require("matplotlib", str(path))
 
 
 def shorten_ranks(ranks: Sequence[int], most: int | None = None) -> str:

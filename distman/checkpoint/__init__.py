@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # What is imported as itself is for other parts of the package.
-from distman.checkpoint._all_or_none import on_all_ranks as on_all_ranks
 from distman.checkpoint._folder import (
     CheckpointFolder,
     check_writable as check_writable,
@@ -19,6 +18,7 @@ from distman.checkpoint._safetensors import write_safetensors as write_safetenso
 from distman.checkpoint._single_file import PendingSave, load, save
 from distman.checkpoint._state import (
     check_state as check_state,
+    map_state as map_state,
     read_plain as read_plain,
     without_unused_memory as without_unused_memory,
 )

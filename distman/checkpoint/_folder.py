@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import os
 import re
 from collections.abc import Callable, Collection
@@ -13,16 +12,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from distman._base.arguments import check_number
 from distman._base.log import logger
 from distman._base.text import printable
 from distman._coordination.restart_notes import note_saved
 from distman.checkpoint import _background as in_background
-from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._location import Location, locate
 from distman.checkpoint._single_file import save_in, target_device
 from distman.checkpoint._state import read_state
 from distman.checkpoint._storage import METADATA
-from distman.decorators import on_rank
+from distman.decorators import _on_all_ranks as on_all_ranks, on_rank
 from distman.errors import CheckpointError, RankFailedError
 from distman.manager import DistributedManager
 
@@ -64,8 +63,8 @@ class CheckpointFolder:
     def __init__(
         self, path: str | os.PathLike[str], *, keep: int | None = 3, background: bool = True, sharded: bool = False
     ) -> None:
-        if keep is not None and operator.index(keep) < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}. Pass None to keep all checkpoints.")
+        if keep is not None:
+            check_number("keep", keep, remedy="Pass None to keep all checkpoints.")
         self._location = locate(path)
         self.path = self._location.path
         self._keep = keep
@@ -190,8 +189,7 @@ class CheckpointFolder:
 
     def _begin(self, step: int, *, is_best: bool, good: Collection[int]) -> tuple[Location, Callable[[], None]]:
         """Return where the checkpoint of a step goes, and what rank 0 does when it is there."""
-        if operator.index(step) < 0:
-            raise ValueError(f"step must be 0 or more, got {step}. Count the steps from 0.")
+        check_number("step", step, least=0, remedy="Count the steps from 0.")
         stays = {self._name(one) for one in good}
         return self._location / self._name(step), functools.partial(self._tidy, step, is_best=is_best, stays=stays)
 

@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 
+from distman._base.arguments import require
 from distman.checkpoint._local_storage import SCHEMES, LocalStorage
 from distman.checkpoint._storage import Storage
 
@@ -80,14 +81,9 @@ def register_storage(scheme: str, storage: Storage) -> None:
 @functools.cache
 def _from_fsspec(scheme: str) -> Storage:
     """Return the storage for what fsspec knows; what is missing is found here, not after an hour of training."""
-    try:
-        import fsspec
+    fsspec = require("fsspec", f"{scheme}://")
+    from distman.checkpoint._fsspec_storage import FsspecStorage
 
-        from distman.checkpoint._fsspec_storage import FsspecStorage
-    except ImportError as error:
-        raise ImportError(
-            f"{scheme}:// needs the package fsspec, which is not installed. Run pip install fsspec."
-        ) from error
     try:
         fsspec.get_filesystem_class(scheme)
     except ValueError as error:

@@ -13,11 +13,10 @@ import torch
 from distman._coordination.failure.pending_work import under_way
 from distman._coordination.time_limit import saves
 from distman.checkpoint import _background as in_background
-from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._background import BackgroundWrite
 from distman.checkpoint._location import Location, locate
 from distman.checkpoint._state import check_state, copy_to_host, read_state, write_state
-from distman.decorators import on_rank
+from distman.decorators import _on_all_ranks as on_all_ranks, on_rank
 from distman.manager import DistributedManager
 
 

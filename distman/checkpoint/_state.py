@@ -86,35 +86,45 @@ def _is_plain_tensor(value: object) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and not vars(value)
 
 
+def map_state(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
+    """Return nested dicts, lists and tuples with what a function makes of everything in them but dicts.
+
+    It is given the name of each value, too. A list or a tuple that it returns as it is, is looked into.
+    """
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        new = kind((key, map_state(item, change, f"{name}.{key}" if name else str(key))) for key, item in value.items())
+        if kind is OrderedDict:
+            vars(new).update(map_state(vars(value), change, name))  # the versions of the modules are kept there
+        return new
+    changed = change(value, name)
+    if changed is value and kind in (list, tuple):
+        return kind(map_state(item, change, f"{name}.{index}") for index, item in enumerate(value))
+    return changed
+
+
 def copy_to_host(state: Any) -> Any:
     """Return a copy of a checked state on the CPU. Tensors that are one, such as tied weights, stay one."""
     made: dict[tuple[object, ...], torch.Tensor] = {}
-    return _rebuild(state, lambda tensor: _copy_tensor(tensor, made), copy.deepcopy)
+
+    def copied(value: Any, _: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _copy_tensor(value, made)
+        return value if type(value) in (*_LEAVES, int, list, tuple) else copy.deepcopy(value)
+
+    return map_state(state, copied)
 
 
 def without_unused_memory(state: Any) -> Any:
     """Return a checked state with copies of the parts of larger tensors: torch would write the larger ones for them."""
     made: dict[tuple[object, ...], torch.Tensor] = {}
-    return _rebuild(state, lambda one: _copy_tensor(one, made) if _is_part(one) else one, lambda value: value)
+    return map_state(state, lambda value, _: _copy_tensor(value, made) if _is_part(value) else value)
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
-    is_strided = _is_plain_tensor(tensor) and tensor.layout == torch.strided and tensor.device.type != "meta"
-    return is_strided and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
-
-
-def _rebuild(value: Any, tensor: Callable[[torch.Tensor], Any], other: Callable[[Any], Any]) -> Any:
-    kind, again = type(value), functools.partial(_rebuild, tensor=tensor, other=other)
-    if isinstance(value, torch.Tensor):
-        return tensor(value)
-    if kind in (dict, OrderedDict):
-        new = kind((key, again(item)) for key, item in value.items())
-        if kind is OrderedDict:
-            vars(new).update(again(vars(value)))  # the versions of the modules are kept there
-        return new
-    if kind in (list, tuple):
-        return kind(again(item) for item in value)
-    return value if kind in _LEAVES or kind is int else other(value)
+def _is_part(value: Any) -> bool:
+    if not _is_plain_tensor(value) or value.layout != torch.strided or value.device.type == "meta":
+        return False
+    return bool(value.numel() * value.element_size() < value.untyped_storage().nbytes())
 
 
 def _copy_tensor(tensor: torch.Tensor, made: dict[tuple[object, ...], torch.Tensor]) -> torch.Tensor:

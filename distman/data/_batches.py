@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from distman._base.arguments import check_number
 from distman._base.seeds import seed_of
 from distman.collectives import GroupLike, resolve_group
-from distman.data._sampling import EpochSampler, at_least_one
+from distman.data._sampling import EpochSampler
 from distman.topology import split_sizes
 
 Weights = Sequence[float] | torch.Tensor
@@ -44,7 +45,7 @@ class EpochBatches(Sampler[list[int]], abc.ABC):
 
     def __init__(self, batch_size: int, seed: int, group: GroupLike) -> None:
         members = resolve_group(group)
-        self.batch_size, self.seed = at_least_one("batch_size", batch_size), operator.index(seed)
+        self.batch_size, self.seed = check_number("batch_size", batch_size), operator.index(seed)
         self._rank, self.num_ranks = members.rank, members.size
         self._epoch, self._position = 0, 0
 
@@ -160,7 +161,7 @@ class TrainingBatches(EpochBatches):
         group: GroupLike = None,
     ) -> None:
         super().__init__(batch_size, seed, group)
-        self._num_samples = at_least_one("the length of the dataset", num_samples, _NO_SAMPLES)
+        self._num_samples = check_number("the length of the dataset", num_samples, remedy=_NO_SAMPLES)
         self._shuffle = shuffle
         if sampler is not None:
             self.given = EpochSampler("sampler", sampler, self.seed)
@@ -238,7 +239,7 @@ class ShardBatches(EpochBatches):
                 f"sizes must have one number for each of {self.num_ranks} ranks, got {list(sizes)}. Pass the sizes "
                 "of all shards."
             )
-        at_least_one("the length of the dataset", sum(sizes), _NO_SAMPLES)
+        check_number("the length of the dataset", sum(sizes), remedy=_NO_SAMPLES)
         self._own_size, self._shuffle = sizes[self._rank], shuffle
         self._num_shards_of = Counter(sizes)  # two sizes at most if balanced, however many ranks there are
         self.layout, self.stride = list(sizes), self.batch_size
@@ -332,7 +333,7 @@ class EvaluationBatches(Sampler[list[int]]):
         sizes = split_sizes(num_samples, members.size)
         start = sum(sizes[: members.rank])
         self.own = range(start, start + sizes[members.rank])
-        self.batch_size = at_least_one("batch_size", batch_size)
+        self.batch_size = check_number("batch_size", batch_size)
 
     def __len__(self) -> int:
         """Return this rank's number of steps."""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from distman._base.arguments import require
+
 
 class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
     """The samples of an HDF5 file: sample ``i`` is row ``i`` of each of the datasets named.
@@ -88,10 +90,7 @@ class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
         # Those opened before a fork cannot be shared with it. They are kept, since finding one by its name takes
         # several times as long as reading a row.
         if self._opened is None or self._opened[0] != os.getpid():
-            try:
-                import h5py
-            except ImportError as error:
-                raise ImportError("Hdf5Dataset needs h5py, which is not installed. Run pip install h5py.") from error
+            h5py = require("h5py", "Hdf5Dataset")
             # HDF5 would read 64 kB around each row of a block that has a part of the rows.
             access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
             access.set_sieve_buf_size(0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import zlib
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DistributedSampler
 
+from distman._base.arguments import check_number
 from distman._base.seeds import seed_generators, seed_of
 from distman.data._randomness import generators_preserved, seed_generators_of
 
@@ -28,7 +28,7 @@ def length_of_sampler(name: str, sampler: Any) -> int:
             f"{name} must be iterable in each epoch and have a length, got {sampler!r}. Define __iter__ and __len__, "
             "or pass a DataLoader."
         )
-    return at_least_one(f"the length of {name}", len(sampler))
+    return check_number(f"the length of {name}", len(sampler))
 
 
 class EpochSampler(Generic[T]):
@@ -66,11 +66,3 @@ class EpochSampler(Generic[T]):
                 f"{epoch}. Mend its __len__."
             )
         return drawn
-
-
-def at_least_one(name: str, value: int, remedy: str = "Pass a positive number.") -> int:
-    if not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a whole number, got {value!r}. Pass an integer.")
-    if operator.index(value) < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}. {remedy}")
-    return value

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distman import checkpoint
+from distman._base.arguments import check_number
 from distman._coordination.monitor.current_watcher import has_failed
 from distman.checkpoint import CheckpointFolder, check_state, locate, write_safetensors
 from distman.decorators import on_rank
@@ -31,8 +32,7 @@ Source:
     ``EX_TEMPFAIL`` of sysexits.h: try again later.
 """
 
-_PARTS = ("model", "model_kwargs", "training", "history", "callbacks")
-"""What a checkpoint of a handler holds."""
+_PARTS = ("model", "model_kwargs", "training", "history", "callbacks")  # what a checkpoint of a handler holds
 
 
 class Preempted(SystemExit):
@@ -66,8 +66,8 @@ class AutoSave:
     def __post_init__(self) -> None:
         for name in ("every_epochs", "every_steps"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}. Pass None for never.")
+            if value is not None:
+                check_number(name, value, remedy="Pass None for never.")
         Changes(self.on_change)  # refuses any other value
 
     def is_due(self, *, step: int | None, epoch: int | None) -> bool:

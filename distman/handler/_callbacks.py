@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from distman._base.arguments import check_number
 from distman.checkpoint import CheckpointFolder, check_writable
 from distman.handler._events import Callback
 from distman.handler._history import Record, sign_of
 from distman.handler._sharded_state import save_in
 from distman.manager import DistributedManager
-from distman.topology import is_whole_number
 
 if TYPE_CHECKING:
     from distman.handler._nn_handler import NNHandler
@@ -87,9 +87,7 @@ class EarlyStopping(_Monitoring):
         min_delta: float = 0.0,
         mode: Literal["min", "max"] = "min",
     ) -> None:
-        if patience < 1:
-            raise ValueError(f"patience must be at least 1, got {patience}. Pass a number of epochs.")
-        self._monitor, self._patience = monitor, patience
+        self._monitor, self._patience = monitor, check_number("patience", patience)
         self._best = Best(mode, min_delta)
         self.num_waited = 0
 
@@ -148,13 +146,10 @@ class ModelCheckpoint(_Monitoring):
         num_best: int = 1,
         sharded: bool = False,
     ) -> None:
-        if not is_whole_number(num_best):
-            raise TypeError(f"num_best must be a whole number, got {num_best!r}. Pass an integer.")
-        if num_best < 1:
-            raise ValueError(f"num_best must be at least 1, got {num_best}. Pass a positive number.")
         self.folder = CheckpointFolder(folder, keep=keep, sharded=sharded)
         self.best: dict[int, float] = {}
-        self._monitor, self._sign, self._num_best = monitor, sign_of(mode), num_best
+        self._monitor, self._sign = monitor, sign_of(mode)
+        self._num_best = check_number("num_best", num_best)
 
     def on_train_begin(self, handler: NNHandler) -> None:
         check_writable(self.folder)
@@ -236,11 +231,7 @@ class ReplicaCheck(Callback):
     """
 
     def __init__(self, every: int = 50, *, buffers: bool = True) -> None:
-        if not is_whole_number(every):
-            raise TypeError(f"every must be a whole number, got {every!r}. Pass an integer.")
-        if every < 1:
-            raise ValueError(f"every must be at least 1, got {every}. Pass a positive number.")
-        self._every, self._buffers = every, buffers
+        self._every, self._buffers = check_number("every", every), buffers
 
     def on_step_end(self, handler: NNHandler, step: int) -> None:
         if step % self._every == 0:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from distman._base.arguments import check_choice
+
 Record = dict[str, float]
 
 
@@ -118,8 +120,7 @@ class History:
 
 def sign_of(mode: str) -> float:
     """Return a factor with which smaller values are better."""
-    if mode not in ("min", "max"):
-        raise ValueError(f"mode must be 'min' or 'max', got {mode!r}. Pass 'max' if larger values are better.")
+    check_choice("mode", mode, ("min", "max"))
     return 1.0 if mode == "min" else -1.0
 
 

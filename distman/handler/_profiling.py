@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distman._base.arguments import check_number
 from distman._base.log import logger
 from distman._base.text import printable
 from distman.handler._events import Callback
@@ -18,8 +19,7 @@ from distman.manager import DistributedManager
 if TYPE_CHECKING:
     from distman.handler._nn_handler import NNHandler
 
-_MOST_ROWS = 1000
-"""Rows of a rank: its processes, GPUs, and what the profiler adds."""
+_MOST_ROWS = 1000  # rows of a rank: its processes, GPUs, and what the profiler adds
 
 
 class Profiler(Callback):
@@ -45,9 +45,8 @@ class Profiler(Callback):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, wait: int = 10, active: int = 3, **options: Any) -> None:
-        for name, value, least in (("wait", wait, 0), ("active", active, 1)):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}. Pass a number of steps.")
+        check_number("wait", wait, least=0)
+        check_number("active", active)
         self._folder, self._wait, self._active, self._options = Path(folder), wait, active, options
         self._profile: torch.profiler.profile | None = None
         self._num_steps = 0

@@ -7,9 +7,11 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from distman._base.arguments import check_choice, require
 from distman.decorators import on_rank
 from distman.handler._accumulators import Accumulators
 from distman.handler._history import History
@@ -23,10 +25,7 @@ class Reporter:
     """Logs one line for each epoch, on rank 0."""
 
     def __init__(self, mode: LoggerMode | None = None, file: str | Path = "training.log") -> None:
-        if mode not in (None, "console", "file", "both"):
-            raise ValueError(
-                f"logger_mode must be 'console', 'file', 'both' or None, got {mode!r}. Choose one of them."
-            )
+        check_choice("logger_mode", mode, (*get_args(LoggerMode), None))
         self._is_silent = not DistributedManager().is_main
         if mode is None or self._is_silent:
             return
@@ -69,13 +68,10 @@ class ProgressBar:
         self._bar: Any = None
         if not is_wanted or not DistributedManager().is_main:
             return
-        try:
-            from tqdm.auto import tqdm
-        except ImportError as error:
-            if is_shown is None:
-                return
-            raise ImportError("progress=True needs tqdm, which is not installed. Run pip install tqdm.") from error
-        self._bar = tqdm(total=total, desc=f"epoch {_of(epoch, num_epochs)}", unit="batch", leave=False)
+        if is_shown is None and find_spec("tqdm") is None:
+            return
+        tqdm = require("tqdm.auto", "progress=True")
+        self._bar = tqdm.tqdm(total=total, desc=f"epoch {_of(epoch, num_epochs)}", unit="batch", leave=False)
 
     def advance(self, num_batches: int, accumulators: Accumulators) -> None:
         if self._bar is not None and self._bar.update(num_batches):
@@ -98,11 +94,10 @@ def plot_history(
     history: History, names: Sequence[str], path: str | os.PathLike[str], *, title: str = "", log: bool = False
 ) -> None:
     """Plot values of the history over the epochs into a file, on rank 0. Collective."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ImportError("plots need matplotlib, which is not installed. Run pip install matplotlib.") from error
+    require("matplotlib", "a plot")
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     unknown = [name for name in names if name not in history.names]
     if unknown or not names:
         raise ValueError(f"names must be in the history, got {unknown or 'none'}. The history has {history.names}.")

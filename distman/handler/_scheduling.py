@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from distman._base.arguments import check_choice
 from distman.training import UNNAMED, Changes, class_of, plain, updated
 
 
@@ -23,8 +24,7 @@ class Scheduling:
     monitor: str = "val_loss"
 
     def __post_init__(self) -> None:
-        if self.per not in ("epoch", "step"):
-            raise ValueError(f"per must be 'epoch' or 'step', got {self.per!r}. Choose one of them.")
+        check_choice("per", self.per, ("epoch", "step"))
         if self.per == "step" and isinstance(self.scheduler, ReduceLROnPlateau):
             raise ValueError("per must be 'epoch' for ReduceLROnPlateau, got 'step'. It compares values of epochs.")
         self.fresh = {} if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,12 +18,12 @@ from distman.checkpoint import (
     check_state,
     is_sharded,
     locate,
-    on_all_ranks,
+    map_state,
     read_latest,
     read_plain,
     without_unused_memory,
 )
-from distman.decorators import on_rank
+from distman.decorators import _on_all_ranks as on_all_ranks, on_rank
 from distman.errors import CheckpointError
 from distman.manager import DistributedManager
 
@@ -58,7 +57,7 @@ def whole(state: Mapping[str, Any]) -> dict[str, Any]:
         return full.cpu() if is_main else full.new_empty(0, device="cpu")
 
     with WaitScope("gathering the state"):
-        return cast("dict[str, Any]", _map(state, gather))
+        return cast("dict[str, Any]", map_state(state, gather))
 
 
 def save_in(folder: CheckpointFolder, handler: NNHandler, **options: Any) -> None:
@@ -85,7 +84,7 @@ def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
         parts[name] = value.detach()
         return [_MARK, name]
 
-    rest = _map(state, take)
+    rest = map_state(state, take)
     on_all_ranks(check_state, rest)
     contents: dict[str, Any] = {_PARTS: parts}
     if DistributedManager().is_main:
@@ -114,7 +113,7 @@ def read_rest(path: str | os.PathLike[str]) -> Any:
             return Unread(path, value[1], *found[f"{_PARTS}.{value[1]}"])
         return value
 
-    return _map(rest, mark)
+    return map_state(rest, mark)
 
 
 def read_parts(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def read_parts(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str, A
         paths.add(value.path)
         return tensors.setdefault(value.name, _empty_like_parts(value, module))
 
-    made = _map(state, make_room)
+    made = map_state(state, make_room)
     for path in paths:  # one, if any
         checkpoint.load_sharded({_PARTS: tensors}, path)
     return cast("dict[str, Any]", made)
@@ -141,17 +140,3 @@ def _empty_like_parts(unread: Unread, module: torch.nn.Module) -> torch.Tensor:
     from torch.distributed import tensor as dtensors
 
     return dtensors.empty(*unread.shape, dtype=unread.dtype, device_mesh=like.device_mesh, placements=like.placements)
-
-
-def _map(value: Any, leaf: Callable[[Any, str], Any], name: str = "") -> Any:
-    """Return nested dicts, lists and tuples with what a function makes of the other values, and of lists of a mark."""
-    kind = type(value)
-    if kind in (dict, OrderedDict):
-        new = kind((key, _map(item, leaf, f"{name}.{key}" if name else str(key))) for key, item in value.items())
-        if kind is OrderedDict:
-            vars(new).update(vars(value))  # the versions of the modules are kept there
-        return new
-    made = leaf(value, name)
-    if made is value and kind in (list, tuple):
-        return kind(_map(item, leaf, f"{name}.{index}") for index, item in enumerate(value))
-    return made

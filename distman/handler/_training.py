@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from distman._base.arguments import check_number
 from distman._base.text import printable
 from distman._coordination.monitor.current_watcher import has_failed
 from distman.collectives import all_gather_objects, fused_all_reduce
@@ -54,12 +55,8 @@ class Limits:
             )
         for name in ("max_steps", "limit_batches", "accumulate", "validate_every", "validate_every_steps"):
             number = getattr(self, name)
-            if number is None and name not in ("accumulate", "validate_every"):
-                continue
-            if not is_whole_number(number):
-                raise TypeError(f"{name} must be a whole number, got {number!r}. Pass an integer.")
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}. Pass a positive number.")
+            if number is not None or name in ("accumulate", "validate_every"):
+                check_number(name, number)
 
     def are_reached(self, num_epochs: int, num_steps: int) -> bool:
         return (self.epochs is not None and num_epochs >= self.epochs) or self.has_last(num_steps)

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from distman._base.arguments import require
 from distman._base.text import printable
-from distman.checkpoint import load, load_model_state, model_state, on_all_ranks, without_compiled
+from distman.checkpoint import load, load_model_state, model_state, without_compiled
+from distman.decorators import _on_all_ranks as on_all_ranks
 from distman.errors import CheckpointError
 from distman.handler._sharded_state import read_parts, read_rest
 from distman.training import place_parts
@@ -89,16 +91,7 @@ def _read(path: str | os.PathLike[str], module: torch.nn.Module) -> Any:
         saved = read_rest(path)
         return load(path, device="cpu") if saved is None else read_parts({"model": saved["model"]}, module)
 
-    def read_safetensors() -> dict[str, torch.Tensor]:
-        try:
-            from safetensors.torch import load_file
-        except ImportError as error:
-            raise ImportError(
-                f"{os.fspath(path)} needs safetensors, which is not installed. Run pip install safetensors."
-            ) from error
-        return load_file(path)
-
-    return on_all_ranks(read_safetensors)
+    return on_all_ranks(lambda: require("safetensors.torch", os.fspath(path)).load_file(path))
 
 
 def _find_weights(state: Any, path: str | os.PathLike[str]) -> Mapping[str, Any]:

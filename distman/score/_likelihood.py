@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from distman._base.arguments import check_choice, check_number, require
 from distman._job.groups.registry import Group
 from distman.collectives import GroupLike, admitted, all_gather_v, resolve_group
 from distman.score import _sharing
@@ -77,15 +78,15 @@ def log_likelihood(
         Song et al., "Score-Based Generative Modeling through Stochastic Differential Equations", ICLR 2021, section 4.3
         and appendix D.2. Hutchinson, Communications in Statistics 1990. Dormand and Prince's method by torchdiffeq.
     """
-    odeint = _import_odeint()
+    odeint = require("torchdiffeq", "log_likelihood").odeint
     members = resolve_group(group)
     x = admitted("log_likelihood", x, members, name="x")
     _sharing.check_samples(x, least_dims=2)
     _sharing.check_condition(condition, len(x))
     if num_probes is not None:
-        _sharing.check_count("num_probes", num_probes)
-    _sharing.check_count("batch_size", batch_size)
-    _sharing.check_choice("probes", probes, get_args(Probes))
+        check_number("num_probes", num_probes)
+    check_number("batch_size", batch_size)
+    check_choice("probes", probes, get_args(Probes))
     _sharing.check_positive("rtol", rtol, "a tolerance such as 1e-5")
     _sharing.check_positive("atol", atol, "a tolerance such as 1e-5")
     call: dict[str, object] = {"num_probes": num_probes, "probes": probes, "batch_size": batch_size, "sde": sde}
@@ -191,14 +192,3 @@ def _largest_error(state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Return the error of the worst sample, which a mean over the batch would hide."""
     x, change = state
     return torch.maximum(x.flatten(1).square().mean(dim=1).sqrt(), change.abs()).max()
-
-
-def _import_odeint() -> Callable[..., Any]:
-    try:
-        from torchdiffeq import odeint
-    except ImportError as error:
-        raise ImportError(
-            "log_likelihood needs torchdiffeq, which is not installed. Run pip install torchdiffeq."
-        ) from error
-    solver: Callable[..., Any] = odeint
-    return solver

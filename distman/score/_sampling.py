@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
+from distman._base.arguments import check_choice, check_number
 from distman._job.groups.registry import Group
 from distman.collectives import GroupLike, admitted, all_gather_v, check_member, gather_v, resolve_group
 from distman.decorators import on_rank
@@ -90,12 +91,12 @@ def sample(
     """
     members = resolve_group(group)
     shape = _checked_shape(shape)
-    _sharing.check_count("num_steps", num_steps)
+    check_number("num_steps", num_steps)
     _sharing.check_condition(condition, shape[0])
-    _sharing.check_choice("method", method, get_args(Method))
+    check_choice("method", method, get_args(Method))
     _sharing.check_positive("snr", snr, "a ratio such as 0.16")
     if batch_size is not None:
-        _sharing.check_count("batch_size", batch_size)
+        check_number("batch_size", batch_size)
     if dst is not None:
         check_member("dst", dst, members)
     empty = torch.empty(0, *shape[1:], device=device or DistributedManager().device, dtype=dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -18,11 +18,6 @@ from distman.errors import JobFailed, PlanMismatchError
 R = TypeVar("R")
 
 
-def check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}. Pass such a number.")
-
-
 def check_samples(x: torch.Tensor, least_dims: int) -> None:
     if x.ndim < least_dims or not x.numel() or not x.is_floating_point():
         dims = "" if least_dims == 1 else " with two dims or more"
@@ -30,11 +25,6 @@ def check_samples(x: torch.Tensor, least_dims: int) -> None:
             f"x must hold floating-point samples, got {x.dtype} of shape {tuple(x.shape)}. Pass at least "
             f"one sample, shape (batch, *){dims}."
         )
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}. Choose one of them.")
 
 
 def check_positive(name: str, value: float, example: str) -> None:
@@ -84,7 +74,8 @@ def agree(operation: str, call: Mapping[str, object], seed: int | None, group: G
 def run_jointly(run: Callable[[], R], what: str, group: Group) -> R:
     """Run a function on all ranks, and raise an error of one of them on all. Collective.
 
-    The ranks wait for the slowest one over the store, so no collective times out.
+    The ranks wait for the slowest one over the store, so no collective times out. Unlike within ``on_rank``, the
+    function may call collectives of other groups: a network may be split over one.
     """
     section = group.sections.begin(what, range(group.size), depth=depth()) if group.sections is not None else None
     try:

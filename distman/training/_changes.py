@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
+from distman._base.arguments import check_choice
 from distman._base.log import logger
 from distman._base.text import printable
 from distman.errors import CheckpointError
@@ -27,8 +28,7 @@ class Changes:
     """Compares what a program was when it saved with what it is now."""
 
     def __init__(self, on_change: OnChange | None = None) -> None:
-        if on_change not in (None, "file", "program", "error"):
-            raise ValueError(f"on_change must be 'file', 'program' or 'error', got {on_change!r}. Choose one of them.")
+        check_choice("on_change", on_change, (*get_args(OnChange), None))
         self._on_change = on_change
         self._found: list[str] = []
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from distman._base.arguments import check_choice, check_number
 from distman._coordination import step_times
 from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import is_distributed_tensor, norms, tree_map
@@ -29,8 +30,7 @@ Closure = Callable[[], torch.Tensor]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _STEPS_BETWEEN_CHECKS = 32
 """Steps on an accelerator from one look at its gradients to the next: each look waits for all its work."""
-_NUM_PLACES = 8
-"""How many steps are distinguished: few, since each has a layout of the gradients, of which 64 are kept."""
+_NUM_PLACES = 8  # how many steps are distinguished: few, since each has a layout of the gradients, of which 64 are kept
 
 
 class _NotFiniteError(Exception):
@@ -49,18 +49,14 @@ class StepOptions:
     check_every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.amp not in (None, *_DTYPES):
-            raise ValueError(f"amp must be 'bf16', 'fp16' or None, got {self.amp!r}. Choose one of them.")
+        check_choice("amp", self.amp, (*_DTYPES, None))
+        check_choice("non_finite", self.non_finite, ("raise", "skip", "ignore"))
+        if self.check_every is not None:
+            check_number("check_every", self.check_every)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be greater than 0, got {self.clip_norm}. Pass None not to clip.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay must be between 0 and 1, got {self.ema_decay}. Pass None for no average.")
-        if self.non_finite not in ("raise", "skip", "ignore"):
-            raise ValueError(
-                f"non_finite must be 'raise', 'skip' or 'ignore', got {self.non_finite!r}. Choose one of them."
-            )
-        if self.check_every is not None and self.check_every < 1:
-            raise ValueError(f"check_every must be at least 1, got {self.check_every}. Pass a number of steps.")
 
     @property
     def dtype(self) -> torch.dtype | None:

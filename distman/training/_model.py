@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from distman._base.arguments import check_choice
 from distman._coordination.monitor.current_watcher import has_failed
 from distman._coordination.wait_scope import WaitScope
 from distman.checkpoint import load_model_state, model_state, without_compiled
@@ -315,8 +316,7 @@ class _ZeroGradients(torch.nn.Module):
 
 def check_strategy(strategy: str, options: Mapping[str, Any]) -> None:
     """Refuse a way in which the ranks cannot share the training of a model."""
-    if strategy not in ("ddp", "fsdp"):
-        raise ValueError(f"strategy must be 'ddp' or 'fsdp', got {strategy!r}. Choose one of them.")
+    check_choice("strategy", strategy, ("ddp", "fsdp"))
     if not isinstance(options.get("reshard_after_forward"), bool | None):
         raise TypeError(
             "reshard_after_forward must be True or False, got "

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from distman._base.arguments import check_number
 from distman.data import TrainingLoader
 from distman.manager import DistributedManager
 from distman.training._changes import Changes
@@ -151,8 +152,7 @@ class Stepper:
             4 True
             2 True
         """
-        if accumulate < 1:
-            raise ValueError(f"accumulate must be at least 1, got {accumulate}. Pass a number of batches.")
+        check_number("accumulate", accumulate)
         steps = self._read(loader)
         while window := list(itertools.islice(steps, accumulate)):
             yield from self._engine.window(window)

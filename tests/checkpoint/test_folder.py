@@ -112,7 +112,7 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path):
     folder = CheckpointFolder(tmp_path / "run")
     with pytest.raises((ValueError, RankFailedError), match=r"state\['a'\] must be a tensor"):
         folder.save({"a": print}, 1)
-    with pytest.raises((ValueError, RankFailedError), match="step must be 0 or more, got -1"):
+    with pytest.raises((ValueError, RankFailedError), match="step must be at least 0, got -1"):
         folder.save({}, -1)
     with pytest.raises((TypeError, RankFailedError)):
         folder.save({}, 1.5)

@@ -431,7 +431,7 @@ def test_a_scheme_whose_package_is_missing_says_what_to_install():
 def test_without_fsspec_the_package_is_named(tmp_path, monkeypatch):
     location._from_fsspec.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
-    with pytest.raises(ImportError, match=r"memory:// needs the package fsspec.*pip install fsspec"):
+    with pytest.raises(ImportError, match=r"memory:// needs fsspec.*pip install fsspec"):
         save({}, "memory://x.pt")
     save({"number": 1}, tmp_path / "x.pt")
 

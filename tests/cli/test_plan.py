@@ -240,7 +240,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path):
     )
     assert (finished.returncode, finished.stdout) == (1, "")
     assert finished.stderr == (
-        "distman plan: matplotlib must be installed to draw a.png. Run pip install matplotlib.\n"
+        "distman plan: a.png needs matplotlib, which is not installed. Run pip install matplotlib.\n"
     )
 
 

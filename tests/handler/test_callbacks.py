@@ -27,7 +27,7 @@ def test_early_stopping_waits_as_long_as_it_is_told_to():
 def test_options_of_early_stopping():
     with pytest.raises(ValueError, match="patience must be at least 1, got 0"):
         EarlyStopping(patience=0)
-    with pytest.raises(ValueError, match="mode must be 'min' or 'max', got 'low'"):
+    with pytest.raises(ValueError, match="mode must be one of min, max, got 'low'"):
         EarlyStopping(mode="low")
 
 

@@ -240,7 +240,7 @@ def test_a_phase_that_has_become_longer_is_gone_on_with(tmp_path):
 
 
 def test_another_value_for_on_change_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="on_change must be 'file', 'program' or 'error', got 'both'"):
+    with pytest.raises(ValueError, match="on_change must be one of file, program, error, None, got 'both'"):
         make_handler(8).auto_save(tmp_path, on_change="both")
 
 

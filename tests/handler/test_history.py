@@ -15,7 +15,7 @@ def test_history():
     assert history.best("loss") == 1
     assert history.best("f1", mode="max") == 1
     assert history.best("no") is None
-    with pytest.raises(ValueError, match="mode must be 'min' or 'max', got 'Min'"):
+    with pytest.raises(ValueError, match="mode must be one of min, max, got 'Min'"):
         history.best("loss", mode="Min")
     assert history.names == ["epoch", "loss", "f1"]
     assert repr(history) == "History(3 epochs: epoch, loss, f1)"

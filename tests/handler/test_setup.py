@@ -57,11 +57,11 @@ def test_what_is_missing_or_wrong_is_one_sentence():
     handler.set_train_loader(regression(), batch_size=8)
     for options, message in (
         ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
-        ({"amp": "fp8"}, "amp must be 'bf16', 'fp16' or None, got 'fp8'"),
+        ({"amp": "fp8"}, "amp must be one of bf16, fp16, None, got 'fp8'"),
         ({"clip_norm": 0.0}, "clip_norm must be greater than 0"),
         ({"ema_decay": 1.0}, "ema_decay must be between 0 and 1"),
         ({"check_every": 0}, "check_every must be at least 1, got 0"),
-        ({"non_finite": "stop"}, "non_finite must be 'raise', 'skip' or 'ignore', got 'stop'"),
+        ({"non_finite": "stop"}, "non_finite must be one of raise, skip, ignore, got 'stop'"),
         ({"validate_every": 0}, "validate_every must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -133,7 +133,7 @@ def test_sampling_and_densities_wait_for_nobody_in_a_step(rank):
 @ranks(1, 2)
 def test_wrong_options_are_refused_before_the_model_is_made():
     for options, kind, message in (
-        ({"strategy": "zero"}, ValueError, "strategy must be 'ddp' or 'fsdp', got 'zero'"),
+        ({"strategy": "zero"}, ValueError, "strategy must be one of ddp, fsdp, got 'zero'"),
         ({"strategy": "fsdp", "strategy_options": {"reshard_after_forward": 2}}, TypeError, "True or False, got 2"),
         ({"strategy": "fsdp", "strategy_options": {"shards": Small}}, TypeError, "Did you mean shard"),
         ({"strategy_options": {"shard": Small}}, TypeError, r"option that wrap_ddp\(\) takes"),

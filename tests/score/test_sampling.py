@@ -156,8 +156,8 @@ def test_calls_that_differ_are_told_on_all_ranks(rank):
     [
         ({"shape": ()}, r"shape must be whole numbers of 1 or more, \(num, \*\), got \(\)"),
         ({"shape": (0, 2)}, r"shape must be whole numbers of 1 or more"),
-        ({"num_steps": 0}, r"num_steps must be a whole number of 1 or more, got 0"),
-        ({"batch_size": 1.5}, r"batch_size must be a whole number of 1 or more, got 1\.5"),
+        ({"num_steps": 0}, r"num_steps must be at least 1, got 0"),
+        ({"batch_size": -1}, r"batch_size must be at least 1, got -1"),
         ({"dst": 1}, r"dst must be a rank in group 'world', 0 to 0, got 1"),
     ],
 )
