@@ -466,8 +466,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 # Collectives, whoever starts them
 
-_GUARDED = "TESTING_ONLY_GenericMode"
-"""A key of the dispatcher that torch uses in its own tests only."""
+_GUARDED = "TESTING_ONLY_GenericMode"  # a key of the dispatcher that torch uses in its own tests only
 _GUARDED_KEY = torch._C._dispatch_key_parse(_GUARDED)  # reading its name takes longer than setting it
 _PUBLIC_NAMES = {
     "allreduce_": "all_reduce",

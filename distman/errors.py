@@ -244,8 +244,7 @@ class JobFailed(_OfAnotherRank, SystemExit):
             action(self)
 
 
-_ACKNOWLEDGING: list[Callable[[JobFailed], None]] = []
-"""What is called with a failure that the program survives."""
+_ACKNOWLEDGING: list[Callable[[JobFailed], None]] = []  # what is called with a failure that the program survives
 
 
 def _on_acknowledgement(action: Callable[[JobFailed], None]) -> Callable[[JobFailed], None]:

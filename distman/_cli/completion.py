@@ -8,8 +8,7 @@ import sys
 from distman._cli.parser import commands, make_parser
 
 _SHELLS = ("bash", "zsh", "fish")
-_PATHS = ("FILE", "DIR")
-"""What stands for a path in help texts: such values are completed as files."""
+_PATHS = ("FILE", "DIR")  # what stands for a path in help texts: such values are completed as files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

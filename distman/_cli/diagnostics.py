@@ -31,8 +31,7 @@ _LIMIT = 1.0
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # ROCm knows both
 _NO_DEVICES = ("", "-1", "NoDevFiles", "none", "void")
 _FILES_PER_RANK = 2  # connections that collectives open to each rank
-_FILES_BESIDES = 100
-"""Files that a rank has open beside its connections: libraries, data, logs."""
+_FILES_BESIDES = 100  # files that a rank has open beside its connections: libraries, data, logs
 
 
 def _first_open_port() -> int:

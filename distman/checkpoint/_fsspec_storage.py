@@ -14,9 +14,7 @@ import fsspec
 
 from distman.checkpoint._storage import NewFolder
 
-_LINK = b"distman link to "
-"""Content of an object that stands for another one of its folder, before the name."""
-
+_LINK = b"distman link to "  # content of an object that stands for another one of its folder, before the name
 _TARGET = re.compile(r"\w[\w.+-]*", re.ASCII)
 """Names that a link may have: those of checkpoints and of their generations."""
 

@@ -24,8 +24,7 @@ from distman.checkpoint._location import Location
 from distman.checkpoint._storage import METADATA
 from distman.errors import CheckpointError
 
-_SEAL = b"\ndistman crc32 "
-"""Stands after the pickle, where torch does not read, with the checksum of all before it."""
+_SEAL = b"\ndistman crc32 "  # stands after the pickle, where torch does not read, with the checksum of all before it
 _LARGEST = 2**63 - 1  # of the sizes and offsets that torch knows
 
 T = TypeVar("T")

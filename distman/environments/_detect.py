@@ -34,8 +34,7 @@ from distman.errors import LaunchEnvironmentError
 METHOD = "DISTMAN_INITIALIZATION_METHOD"
 """The variable that names the launcher to believe."""
 
-_FAMILIES = (Family.ENV, Family.MPI)
-"""Families whose name is a method too."""
+_FAMILIES = (Family.ENV, Family.MPI)  # families whose name is a method too
 
 # Innermost first: mpirun inside a Slurm job hands its ranks Slurm's variables too.
 LAUNCHERS.put(TORCHRUN, DISTMAN_RUN, OPENMPI, HYDRA, MVAPICH, PALS, SUBMITIT, JSRUN, FLUX, SLURM, BARE, SINGLE)

@@ -13,11 +13,8 @@ if TYPE_CHECKING:
 GROUP = "distman.launchers"
 """The entry points of installed packages that are loaded before a launcher is looked for."""
 
-_BARE = "env"
-"""The launcher before which others are put unless told: bare variables speak only where no launcher does."""
-
-_MPI = "mpi"
-"""The name that ``method`` understands beside those of the launchers."""
+_BARE = "env"  # the launcher before which others are put unless told: bare variables speak only where no launcher does
+_MPI = "mpi"  # the name that ``method`` understands beside those of the launchers
 
 
 class _Launchers(Mapping[str, "Launcher"]):

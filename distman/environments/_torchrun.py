@@ -12,9 +12,7 @@ from distman.environments._bare import BARE
 from distman.environments._base import Environ
 from distman.environments._launcher import Agent, Family, Launcher, OnFailure
 
-_RUN_ID = "TORCHELASTIC_RUN_ID"
-"""The variable that only the elastic agent sets."""
-
+_RUN_ID = "TORCHELASTIC_RUN_ID"  # the variable that only the elastic agent sets
 _USES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 

@@ -51,8 +51,7 @@ R = TypeVar("R")
 _RESERVED_NAMES = ("epoch", "loss", "lr", "seconds", "skipped")
 """Names that the history has besides those of metrics; see :class:`History`."""
 
-_VALIDATION = 1
-"""Tells the seeds of validations from those of the training."""
+_VALIDATION = 1  # tells the seeds of validations from those of the training
 
 
 def joint(method: Callable[P, R]) -> Callable[P, R]:

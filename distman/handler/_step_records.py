@@ -14,9 +14,7 @@ from distman.handler._history import Record
 from distman.manager import DistributedManager
 from distman.training import Step
 
-_MOST_UNREAD = 32
-"""Steps from one reading to the next, for each of which the host waits for the GPU."""
-
+_MOST_UNREAD = 32  # steps from one reading to the next, for each of which the host waits for the GPU
 _SECONDS_UNREAD = 2.0
 """Seconds after which the numbers of slow steps are read, for a person who watches the training."""
 

@@ -15,9 +15,7 @@ from distman.handler._archive import EXIT_CODE
 from distman.handler._history import Record
 from distman.handler._tracking import Kind, Status, Tracker, check_installed, curves
 
-_TAG = "distman.run"
-"""The tag by which a resumed training finds its run: MLflow chooses the ids of runs itself."""
-
+_TAG = "distman.run"  # the tag by which a resumed training finds its run: MLflow chooses the ids of runs itself
 _STATUS_OF_MLFLOW = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 
 _EXIT_CODES = {"finished": 0, "preempted": EXIT_CODE, "failed": 1}

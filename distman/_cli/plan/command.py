@@ -16,8 +16,7 @@ from distman._cli.parser import at_least
 from distman._cli.plan.layout import Layout, lay_out_mesh, lay_out_tree, shorten, where
 from distman.topology import NotationError, Partition, ProcessGroupConfig, parse_mesh, parse_tree
 
-_MAX_WORLD_SIZE = 10_000_000
-"""More ranks than any machine has; their groups still fit into memory."""
+_MAX_WORLD_SIZE = 10_000_000  # more ranks than any machine has; their groups still fit into memory
 
 
 # Ranks and columns up to which a grid of all ranks is drawn: it has to fit on a screen of 80 columns.

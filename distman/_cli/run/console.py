@@ -8,9 +8,7 @@ import shutil
 from collections.abc import Iterable
 from typing import IO
 
-_COLORS = (36, 33, 35, 32, 34, 31)
-"""Foreground colours of ranks, in turn. Source: ECMA-48, SGR 30 to 37."""
-
+_COLORS = (36, 33, 35, 32, 34, 31)  # foreground colours of ranks, in turn. Source: ECMA-48, SGR 30 to 37
 _MOST_WITHOUT_END = 1 << 16
 """Bytes of a line after which it is shown though it has no end: memory is bounded, and no honest line is longer."""
 

@@ -23,9 +23,7 @@ from distman.errors import DistmanError, RankFailedError
 
 T = TypeVar("T")
 
-_CALL = "call"
-"""The file with a pickle of function, arguments and keyword arguments."""
-
+_CALL = "call"  # the file with a pickle of function, arguments and keyword arguments
 _STARTER = """
 from distman._cli import main
 sys.exit(main())
