@@ -12,7 +12,6 @@ import inspect
 import io
 import pydoc
 import re
-import sys
 from collections.abc import Callable
 from types import ModuleType
 
@@ -26,14 +25,10 @@ from distman.environments import LAUNCHERS
 from distman.testing import ranks
 
 from .launch import preloaded
-from .launch.preloaded import PYTHON
-from .launch.processes import launch
 from .test_docs import REPOSITORY
 from .test_package import documented, exports, modules, own_modules
 
-LIMIT = 60
 ON_TWO_RANKS = "Example on two ranks:"
-OF_EXECUTORS = ("distman.executor.", "distman.errors.Worker")
 FINDER = doctest.DocTestFinder()
 IMPORTED = {"torch": torch, "TensorDataset": TensorDataset}  # which examples leave out, as they do public names
 NAMES = {name: value for module in own_modules() for name, value in exports(module).items()}
@@ -135,11 +130,6 @@ def examples(*, on_ranks):
     return [test for test in all_examples() if (ON_TWO_RANKS in test.docstring) == on_ranks]
 
 
-def names_on_one_process(*, of_executors):
-    names = [test.name for test in examples(on_ranks=False)]
-    return [name for name in names if name.startswith(OF_EXECUTORS) == of_executors]
-
-
 def run(test, **names):
     """Return what an example gets wrong, as doctest tells it."""
     said = io.StringIO()
@@ -148,7 +138,7 @@ def run(test, **names):
     return said.getvalue()
 
 
-@pytest.mark.parametrize("name", names_on_one_process(of_executors=False))
+@pytest.mark.parametrize("name", [test.name for test in examples(on_ranks=False)])
 def test_an_example_runs(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_location, "_registered", dict(_location._registered))
@@ -162,20 +152,6 @@ def test_an_example_runs(name, monkeypatch, tmp_path):
         assert run(test) == ""
     finally:
         DistributedManager.cleanup()
-
-
-def run_examples_of_executors():
-    names = names_on_one_process(of_executors=True)
-    for test in [test for test in examples(on_ranks=False) if test.name in names]:
-        sys.stdout.write(run(test))
-
-
-def test_the_examples_of_executors_run():
-    """All in one program with a single thread, which can be forked; here each executor would have to import torch."""
-    code = "from tests.test_docstrings import run_examples_of_executors as run; run()"
-    finished = launch([PYTHON, "-c", code], cwd=REPOSITORY, timeout=LIMIT)
-    assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
-    assert names_on_one_process(of_executors=True)
 
 
 @ranks(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -40,11 +39,10 @@ class ServerProcess:
     """The supervisor and its fork server."""
 
     def __init__(
-        self, control: socket.socket, pid: int, wait: Callable[[], object], output: IO[bytes] | None = None
+        self, control: socket.socket, supervisor: subprocess.Popen[bytes], output: IO[bytes] | None = None
     ) -> None:
         self.control = control  # for the server's requests
-        self.pid = pid  # of the supervisor
-        self._wait = wait
+        self.supervisor = supervisor
         self._output = output  # has what the two write; None if they write where the program does
 
     @property
@@ -61,10 +59,9 @@ class ServerProcess:
         with contextlib.suppress(OSError):  # it has ended already
             self.control.shutdown(socket.SHUT_WR)
         if not is_readable(self.control, seconds=_CLOSE_SECONDS):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            self.supervisor.kill()
         self.control.close()
-        self._wait()
+        self.supervisor.wait()
         if self._output is not None:
             self._output.close()
 
@@ -83,7 +80,7 @@ def spawn_server(
     control, theirs = socket_pair()
     arguments = json.dumps([theirs.fileno(), os.getpid(), entry, options])
     with theirs:
-        process = subprocess.Popen(
+        supervisor = subprocess.Popen(
             [sys.executable, *own_options(), *program(_PROGRAM), arguments],
             env=environment(environ),
             stdin=subprocess.DEVNULL,
@@ -92,7 +89,7 @@ def spawn_server(
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-    return ServerProcess(control, process.pid, process.wait, output)
+    return ServerProcess(control, supervisor, output)
 
 
 class ResidentServer:

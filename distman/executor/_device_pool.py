@@ -13,12 +13,11 @@ from functools import partial
 
 import torch
 
-from distman._workers.server_process import ResidentServer, ServerProcess, WorkerStartError, spawn_server
+from distman._workers.server_process import ResidentServer, WorkerStartError, spawn_server
 from distman._workers.worker_process import START_SECONDS
 from distman.errors import WorkerDiedError, WorkerError
 from distman.executor._device_worker import DeviceWorker, add_note
 from distman.executor._payload import Payload, pack
-from distman.executor._program_fork import fork_server, may_fork
 from distman.executor._task_loop import ENTRY, Settings, Task
 
 # Seconds. A mistake in the function often shows on all devices at once, and a worker that reaches its own end within
@@ -31,7 +30,7 @@ class DevicePool:
 
     def __init__(self, devices: Sequence[torch.device], timeout: float | None, initializer: Task | None) -> None:
         self.pid = os.getpid()
-        self.server = ResidentServer(partial(_start_server, on_cpu=all(device.type == "cpu" for device in devices)))
+        self.server = ResidentServer(partial(spawn_server, ENTRY))
         self._devices = devices
         self._timeout = timeout
         self._initializer = initializer
@@ -108,12 +107,6 @@ class DevicePool:
                     worker.close()
             self._workers = [None] * len(self._devices)
             self.server.close()
-
-
-def _start_server(*, on_cpu: bool) -> ServerProcess:
-    """Fork the server from the program where that is sound, else start it in a new interpreter."""
-    forked = fork_server(ENTRY) if on_cpu and may_fork() else None
-    return forked or spawn_server(ENTRY)
 
 
 def _end_unusable(workers: Sequence[DeviceWorker]) -> None:

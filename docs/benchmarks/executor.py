@@ -17,7 +17,6 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -129,20 +128,9 @@ def start_with(opened: Callable[[], contextlib.AbstractContextManager[Pool]]) ->
 
 
 def measure_cold_start() -> None:
-    """Time two workers' start and first call: here, where OpenMP's threads are about, and beside a thread."""
+    """Time two workers' start and first call."""
     for name, opened in POOLS.items():
         show(f"start: {name}", [start_with(opened) for _ in range(STARTS)])
-
-    def start_after_openmp() -> float:
-        torch.ones(10**7).sum()
-        return start_with(distman_executor)
-
-    show("start: distman, OpenMP threads in use", [start_after_openmp() for _ in range(STARTS)])
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    show("start: distman, in a program with threads", [start_with(distman_executor) for _ in range(3)])
-    stop.set()
 
 
 def measure_round_trip() -> None:

@@ -1,15 +1,12 @@
 """How the workers are started, and where functions may come from."""
 
 import os
-import re
 import signal
-from pathlib import Path
 
 import pytest
 
 from distman import ParallelExecutor, WorkerError
 from distman._workers import server_process
-from distman.executor import _device_pool, _program_fork
 
 from ..notebooks import outputs_of_cells
 
@@ -40,8 +37,6 @@ with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
     executor.run(lambda device: print("from", device))
 with ParallelExecutor(devices=["cpu"]) as executor:
     assert list(executor.map(lambda device, x: helper(x), [1, 2])) == [4, 5]
-    supervisor = executor._pool.server.process.pid
-    assert open(f"/proc/{supervisor}/cmdline").read() == open("/proc/self/cmdline").read()  # it was forked
 ((first, result),) = on_gpus(torch.tensor([1]))
 assert isinstance(result, Result) and result.value.tolist() == [4]
 ((second, _),) = on_gpus(x=torch.tensor([1]))
@@ -98,7 +93,6 @@ assert threads > 1
 executor = ParallelExecutor(devices=["cpu", "cpu"])
 with torch.inference_mode():
     states = executor.run(is_as_new)
-assert open(f"/proc/{executor._pool.server.process.pid}/cmdline").read() == open("/proc/self/cmdline").read()
 for state in states:
     assert state == {"modes": (True, False, "cpu"), "signals": True, "stdin": "", "files": [], "leaders": True}, state
 for round in range(5):
@@ -133,27 +127,8 @@ def test_functions_of_a_notebook(tmp_path):
     )
 
 
-def test_a_fork_leaves_nothing_of_the_program_in_the_workers(type_in):
+def test_nothing_of_the_program_is_in_the_workers(type_in):
     assert type_in(USED, OMP_NUM_THREADS="2") == "not yet written"
-
-
-def test_a_driver_or_a_second_thread_forbids_the_fork(monkeypatch):
-    monkeypatch.setattr(_program_fork.threading, "active_count", lambda: 1)
-    assert _program_fork.may_fork()
-    monkeypatch.setattr(_program_fork, "_HARMLESS", re.compile("/dev/(null|tty|pts/.*)"))
-    with Path("/dev/zero").open("rb"):
-        assert not _program_fork.may_fork()
-    monkeypatch.setattr(_program_fork.threading, "active_count", lambda: 2)
-    assert not _program_fork.may_fork()
-
-
-def test_a_fork_that_finds_other_threads_is_taken_back(monkeypatch):
-    monkeypatch.setattr(_device_pool, "may_fork", lambda: True)
-    monkeypatch.setattr(_program_fork, "_count_threads", lambda: 2)
-    with ParallelExecutor(devices=["cpu"]) as executor:
-        assert executor.run(lambda device: device.type) == ["cpu"]
-        supervisor = executor._pool.server.process.pid
-        assert "_workers.supervisor" in Path(f"/proc/{supervisor}/cmdline").read_text()
 
 
 def test_a_server_that_is_about_to_be_gone_is_replaced(monkeypatch):

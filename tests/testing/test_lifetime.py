@@ -177,7 +177,7 @@ def children(pid):
 def test_a_rank_that_its_server_does_not_end_is_killed(server, monkeypatch):
     monkeypatch.setattr(_test_run, "END_SECONDS", 0.5)
     worker = RankProcess(server)
-    (fork_server,) = children(server.pid)
+    (fork_server,) = children(server.supervisor.pid)
     os.kill(fork_server, signal.SIGSTOP)
     try:
         _test_run.TestRun([worker], 60, []).abandon()

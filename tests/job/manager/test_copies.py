@@ -121,9 +121,7 @@ def test_a_view_in_a_new_process_asks_the_manager_there():
     process.join()
 
 
-@pytest.mark.parametrize("is_forked", [False, True])
-def test_a_view_in_a_worker_of_an_executor_asks_the_manager_there(is_forked, monkeypatch):
-    monkeypatch.setattr("distman.executor._device_pool.may_fork", lambda: is_forked)
+def test_a_view_in_a_worker_of_an_executor_asks_the_manager_there():
     DistributedManager.initialize(device="cpu")
     layer = Layer()
 
