@@ -107,7 +107,7 @@ class Looks(CountPerStep):
 
 @ranks(1, 2)
 def test_the_numbers_of_steps_are_read_together(world_size, monkeypatch):
-    monkeypatch.setattr("distman.handler._step_records._SECONDS_UNREAD", 1e9)  # however slow the steps are
+    monkeypatch.setattr("distman._base.timing.NUMBERS_UNREAD", 1e9)  # however slow the steps are
     handler = make_handler(GLOBAL_BATCH // world_size, data=regression(torch.float64, 5 * GLOBAL_BATCH))
     handler.set_optimizer(torch.optim.SGD, lr=0.01)
     with Synchronizations() as counted:

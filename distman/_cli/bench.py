@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distman._base import timing
 from distman._cli.output import PICTURES, check_output, progress_bar
 from distman._cli.parser import at_least
 from distman._cli.units import parse_size, print_speeds, show_size
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 NAMES = ("all_reduce", "all_gather", "all_to_all", "broadcast", "p2p", "reduce_scatter")
 _DEFAULT = ("all_reduce", "all_gather", "all_to_all", "p2p")
 _SUFFIXES = (".csv", ".json", *PICTURES)
-_OPERATION_TIMEOUT = 240.0  # below the seconds of silence after which the watchers end the job, and lose the sweep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from distman.decorators import on_rank
 
     try:
-        manager = start_job(arguments.method, arguments.timeout, _OPERATION_TIMEOUT)
+        manager = start_job(arguments.method, arguments.timeout, timing.BENCH_COLLECTIVE)
     except (DistmanError, ValueError) as error:
         return _refuse(str(error))
     try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distman._base import timing
 from distman._job.meeting.sockets import addresses_of, is_own, means_loopback
 from distman.environments import (
     BARE,
@@ -24,9 +25,6 @@ from distman.environments import (
     read_text,
     spoken,
 )
-
-_LIMIT = 1.0
-"""Seconds that a question over the network may take."""
 
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # ROCm knows both
 _NO_DEVICES = ("", "-1", "NoDevFiles", "none", "void")
@@ -56,13 +54,13 @@ def _resolve(name: str) -> Sequence[str] | None:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(_LIMIT)
+    thread.join(timing.NETWORK_QUESTION)
     return found[0] if found else None
 
 
 def _is_reachable(address: str, port: int) -> bool:
     try:
-        socket.create_connection((address, port), timeout=_LIMIT).close()
+        socket.create_connection((address, port), timeout=timing.NETWORK_QUESTION).close()
     except ConnectionRefusedError:
         return True
     except OSError:

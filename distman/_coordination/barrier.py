@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
@@ -29,11 +30,6 @@ _GIVEN_UP = -(2**40)
 """What is added to the counter of those that came and left, so that each that leaves knows without another call: more
 ranks than there will ever be."""
 
-_NEXT_ROUND = 1.0
-"""Seconds after which a rank that is late asks again whether it is to look for the missing: it costs a call."""
-
-_PATIENCE = 10.0
-"""Seconds after which it looks by itself, though another rank was to do so."""
 
 Locate = Callable[[Sequence[int]], dict[int, str]]
 """Finds out where ranks of the world are, as far as it can."""
@@ -99,14 +95,14 @@ class _Barrier:
         If each looked, the store would be asked for the ranks that came by each of them.
         """
         group, key = self.store_group, protocol.late(self.key)
-        until, was_complete = time.monotonic() + _PATIENCE, False
+        until, was_complete = time.monotonic() + timing.BARRIER_LOOK, False
         while True:
             looks = is_first(group.store, key, group.rank)
             missing = self._missing() if looks or time.monotonic() > until else None
             if missing or (missing is not None and was_complete):
                 error = BarrierTimeoutError(self._message(timeout, missing, locate))
                 self._give_up(missing, FailureRecord.of(error, group.ranks[group.rank]))
-            if self._wait_for_outcome(_NEXT_ROUND):  # the missing ones may have come while we looked
+            if self._wait_for_outcome(timing.BARRIER_NEXT_ROUND):  # the missing ones may have come while we looked
                 return
             was_complete = missing == []  # the last one may be on its way to be counted, or was interrupted there
 

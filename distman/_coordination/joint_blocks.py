@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._base.log import logger
 from distman._base.text import printable
 from distman._coordination import protocol
@@ -26,9 +27,6 @@ from distman._coordination.tracking import is_outside, restriction
 from distman._torch_internals import close_all_connections
 from distman.errors import DistmanError, JobFailed
 
-_PATIENCE = 0.5  # seconds for the others to raise, and between two questions where they are
-_WAIT = 1.0  # seconds in one call after which a rank waits for those that raised, and does not just take part in it
-_LIMIT = 10.0  # seconds for ranks that neither raise nor wait in a call of ours: they may compute, or wait in torch's
 _MAX_NAMED = 4  # ranks in one line of the log
 _MAX_ASKED = 8  # ranks, which answer with their stacks: mostly all of them wait
 
@@ -62,8 +60,10 @@ class JointBlocks:
             key = self._keys.next()
             self._group.store.append(protocol.arrived(key), f"{self._group.rank},")
             missing = functools.partial(self._missing, key)
-            until = time.monotonic() + _LIMIT
-            while not self._group.wait_until(lambda: not missing(), place=what, awaited=missing, timeout=_PATIENCE):
+            until = time.monotonic() + timing.JOINT_LIMIT
+            while not self._group.wait_until(
+                lambda: not missing(), place=what, awaited=missing, timeout=timing.JOINT_RAISE
+            ):
                 is_awaited = self._is_awaited_by(missing()[:_MAX_ASKED])
                 if (is_awaited or time.monotonic() > until) and (others := missing()):
                     self._fail(error, what, others)
@@ -78,7 +78,7 @@ class JointBlocks:
         """Return whether one of those that did not raise waits for those that did."""
         watcher = current()
         return watcher is not None and any(
-            seconds > _WAIT for seconds in watcher.waits_of([self._group.ranks[index] for index in missing])
+            seconds > timing.JOINT_WAIT for seconds in watcher.waits_of([self._group.ranks[index] for index in missing])
         )
 
     def _fail(self, error: Exception, what: str, missing: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ class JointBlocks:
         logger.error("%s raised %s: %s. %s", what, record.error_type, printable(record.error_text), advice)
         dataclasses.replace(record, error_text=f"{record.error_text}. {advice}").publish(self._group.job_store)
         count(self._group.job_store, protocol.NEWS, 1)
-        run_with_timeout(close_all_connections, _PATIENCE)  # which ends the waits of the others
+        run_with_timeout(close_all_connections, timing.JOINT_RAISE)  # which ends the waits of the others
         watcher = current()
         if watcher is not None:
             watcher.wait_until_known()  # from now on nothing here waits for the others

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._base.log import logger
 from distman._base.text import printable
 from distman._coordination import protocol
@@ -31,13 +32,8 @@ from distman.errors import DistmanError, PlanMismatchError
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
 
-_LOOK_EVERY = 0.5  # seconds between two looks for a stop: a preempted job has half a minute or more to save
-_LOOK_EVERY_PER_RANK = 1e-3  # seconds; at most 1,000 looks a second in all reach the store
-_FAREWELL_LIMIT = 2.5  # seconds that the last word of this rank may take: the store may be suspended, or gone
-_LEAST_MARGIN = 10.0  # seconds before the end of the job's time, for a save that nobody has measured yet
 _GAP_RESERVE = 1.25  # of the longest time between two calls: the next one may be longer
 _ASKED, _LEAVES = "asked", "leaves"  # what wakes the thread that looks for a stop
-_SLURM_PATIENCE = 30.0  # seconds; a busy controller takes some, and retries by itself
 
 
 class StopAgreement:
@@ -83,7 +79,7 @@ class StopAgreement:
         """Let the others go on without this rank's answer: it comes to no further step."""
         if self._thread is not None:
             self._events.put(_LEAVES)
-            self._thread.join(_FAREWELL_LIMIT)
+            self._thread.join(timing.FAREWELL)
 
     def restore(self) -> None:
         """Put the signal handlers back that were there before, which only the main thread can, and look no more."""
@@ -156,11 +152,11 @@ class StopAgreement:
         Where this package has not saved, a save may be in the longest gap, and another one is to come.
         """
         gap = self._longest_gap()
-        return max(_LEAST_MARGIN, _GAP_RESERVE * gap + 2 * saves().longest if saves().longest else 2 * gap)
+        return max(timing.STOP_MARGIN, _GAP_RESERVE * gap + 2 * saves().longest if saves().longest else 2 * gap)
 
     def _look(self, store: TorchStore, rank: int, size: int) -> None:
         """Look for a stop until there is one, or this rank leaves; then say which step it has passed."""
-        event, wait = "", max(_LOOK_EVERY, _LOOK_EVERY_PER_RANK * size)
+        event, wait = "", max(timing.STOP_EVERY, timing.STOP_EVERY_PER_RANK * size)
         with contextlib.suppress(dist.DistError):  # the store is gone: the job has failed, or this rank has left it
             if rank == 0 and self._time_limit.can_ask:  # a busy scheduler is waited for elsewhere
                 threading.Thread(target=self._ask_scheduler, args=(store.clone(),), daemon=True).start()
@@ -239,6 +235,6 @@ def _is_ending(name: str) -> bool:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SLURM_PATIENCE)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timing.SCHEDULER)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DistmanError(f"{' '.join(command)} failed on rank 0's host: {error}. Install Slurm's clients.") from error

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from distman._base import timing
 from distman._base.log import logger
 from distman._torch_internals import is_loader_worker
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
-
-_LOOK_EVERY = 1.0  # seconds between two looks of a worker whether its rank is still there
 
 
 class StopSignals:
@@ -106,5 +105,5 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 def _wait_for_rank(rank: int) -> None:
     found = None
     while os.getppid() == rank and (found is None or found.si_pid != rank):
-        found = signal.sigtimedwait([signal.SIGTERM], _LOOK_EVERY)
+        found = signal.sigtimedwait([signal.SIGTERM], timing.ORPHAN_EVERY)
     os._exit(os.EX_OK)  # as torch's own workers end by their rank's SIGTERM

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import count, read_at_once
@@ -23,12 +24,7 @@ if TYPE_CHECKING:
 
 _KEYS_PER_PAGE = 64  # deleted in one go: one more call into the store in 64
 _LOOKS_WITHOUT_PAUSE = 8  # ranks that are together find each other within a fraction of a millisecond
-_FIRST_PAUSE = 0.0002  # seconds: a few calls into the store
 _GROWTH = 1.5  # per pause, so that a wait is overrun by half of itself at most
-_PAUSE_PER_RANK = 50e-6  # seconds; 20,000 looks a second in all, about what a store answers
-_SHORTEST_LIMIT = 0.005  # seconds: longer pauses would delay a small job for nothing
-_LONGEST_LIMIT = 1.0  # seconds: longer ones would delay a large job more than its looks cost
-_LOOK_AROUND_PER_RANK = 1e-3  # seconds; at most 1,000 times a second in all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +36,8 @@ class StoreGroup:
     rank: int  # this process's index among them
     ranks: Sequence[int]  # in the world
     peers: Sequence[Place]  # all ranks of the job, in rank order
-    # Seconds of a wait between two looks at what else happened in the job: several calls into the store, which a wait
-    # for milliseconds should not cost.
-    look_around_every: float = 0.5
-    # Seconds for which a rank that left is still waited for: a launcher or parent that knows why it left may end the
-    # others with that error.
-    leaving: float = 1.5
+    look_around_every: float = timing.LOOK_AROUND_EVERY  # seconds of a wait between two looks at the rest of the job
+    leaving: float = timing.DEPARTED  # seconds for which a rank that left is still waited for
 
     @property
     def size(self) -> int:
@@ -70,8 +62,10 @@ class StoreGroup:
         if any(is_there() for _ in range(1 if key is not None else _LOOKS_WITHOUT_PAUSE)):
             return True
         began = time.monotonic()
-        look_around, pause = began + self.look_around_every, _FIRST_PAUSE
-        longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.size), _LONGEST_LIMIT)
+        look_around, pause = began + self.look_around_every, timing.WAIT_FIRST_PAUSE
+        longest = min(
+            max(timing.WAIT_SHORTEST_PAUSE, timing.WAIT_PAUSE_PER_RANK * self.size), timing.WAIT_LONGEST_PAUSE
+        )
         departures = _Departures(self, place, awaited)
         with self._found_waiting(place, awaited):
             while not is_there():
@@ -84,12 +78,12 @@ class StoreGroup:
                         if tell is None:
                             raise left.to_failure()
                         tell(left)
-                    look_around = now + max(self.look_around_every, _LOOK_AROUND_PER_RANK * self.size)
+                    look_around = now + max(self.look_around_every, timing.LOOK_AROUND_PER_RANK * self.size)
                 if is_over:
                     return is_there()
                 if key is not None:
                     until = look_around if timeout is None else min(look_around, began + timeout)
-                    self.store.has_come([key], max(until - now, _FIRST_PAUSE))
+                    self.store.has_come([key], max(until - now, timing.WAIT_FIRST_PAUSE))
                 else:
                     time.sleep(pause)
                     pause = min(_GROWTH * pause, longest)

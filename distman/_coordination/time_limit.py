@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from distman._base import timing
 from distman._base.process_state import puts_back
 
 END_TIME = "DISTMAN_END_TIME"
@@ -23,7 +24,6 @@ Source:
     sbatch(1), output environment variables.
 """
 
-_ANSWER_LIMIT = 30.0  # seconds; a busy controller takes some
 _SLURM_TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)")
 
 
@@ -163,7 +163,7 @@ def _ask(environ: Mapping[str, str]) -> float | None:
 def _answer(command: list[str], read: Callable[[str], float | None]) -> float | None:
     """Return the answer of a scheduler; None where it gives none that can be read."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ANSWER_LIMIT)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timing.SCHEDULER)
         left = read(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
         return None

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._base.log import logger
 from distman._coordination.timeouts import begin
 from distman._job.device import wait_for
 from distman._torch_internals import abort_backends, all_groups, end_group, waits_at_end
-
-_LIMIT = 10.0  # seconds: ranks that leave together do so within them on a loaded machine, and one alone waits in vain
 
 
 def end_groups(process_groups: Sequence[dist.ProcessGroup] | None, device: torch.device, *, aborts: bool) -> None:
@@ -43,14 +42,14 @@ def end_groups(process_groups: Sequence[dist.ProcessGroup] | None, device: torch
         end(aborts=aborts)
         return
     has_ended = begin((lambda: end(aborts=True)) if aborts else wait_and_end)
-    if has_ended(_LIMIT):
+    if has_ended(timing.GROUPS_END):
         return
     is_late.set()
     logger.warning(
         "%d process groups have not ended for %.0f s and are aborted: a collective is outstanding there in which other "
         "ranks take no part, or they have not left yet. Let all ranks take the same way to the end",
         len(waiting),
-        _LIMIT,
+        timing.GROUPS_END,
     )
-    begin(abort)(_LIMIT)
-    has_ended(_LIMIT)
+    begin(abort)(timing.GROUPS_END)
+    has_ended(timing.GROUPS_END)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._base.process_state import puts_back
 from distman._coordination import protocol
 from distman._coordination.failure import hook
@@ -28,16 +29,7 @@ from distman._job.meeting.join import Rendezvous
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import GLOO_THREADS
 
-_START_LIMIT = 10.0  # seconds for ranks that still make their process group: a loaded machine needs them to start one
-_FAREWELL_LIMIT = 2.5  # seconds to tell the others: the process that serves the store may be suspended, or gone
-_PAUSE = 0.005  # seconds between two looks at a counter: short beside what a rank takes to start or to leave
 _GROWTH = 1.5  # by which that pause grows while others go on with their work
-_LONGEST_PAUSE = 0.1  # seconds: it harms nothing that a process ends so much later
-# Seconds for others to reach their end: a loaded machine delays them so long. More would keep a launcher from ending
-# them where this rank ends with an error of its own choice, by ``sys.exit(1)``.
-_STAY_LIMIT = 10.0
-_GLOO_LIMIT = 1.0  # seconds for gloo's threads: they need milliseconds, unless another thread holds the interpreter
-_GLOO_PAUSE = 0.001  # seconds in which the interpreter is free for gloo's threads between two looks at them
 
 _kept: list[tuple[int, JobStore]] = []
 """Stores of jobs that this process has left while an exception was under way, with its process id."""
@@ -119,13 +111,13 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
             if watcher is not None:  # else it may have been closed in order
                 watcher.learn(watcher.lost_store(error))
 
-    is_told = run_with_timeout(tell, _FAREWELL_LIMIT)  # its process may be suspended
+    is_told = run_with_timeout(tell, timing.FAREWELL)  # its process may be suspended
     if is_told and watcher is not None and failures:  # it may have ended a wait before the watcher came to know
         watcher.look_after_others(failures[0])
     is_waited_for = stays or (is_told and not hook.has_failed())
     is_asked = is_waited_for and not all_started.is_set()  # to ask once more might take long: the store may be stopped
     if is_asked and not job.is_adopted:
-        _wait_for_all_at(store, protocol.STARTED, job.world_size, _START_LIMIT)
+        _wait_for_all_at(store, protocol.STARTED, job.world_size, timing.START_OF_OTHERS)
 
 
 def _serve_the_others(job: Job, store: TorchStore, watcher: Watcher | None) -> None:
@@ -149,10 +141,10 @@ def _announce_closing(job: Job, store: TorchStore, watcher: Watcher | None) -> N
 
 def _wait_until_all_left(job: Job, store: TorchStore, watcher: Watcher) -> None:
     """Wait for ranks that come late to the end, while none of them has failed and somebody would notice."""
-    until, pause = time.monotonic() + _STAY_LIMIT, _PAUSE
+    until, pause = time.monotonic() + timing.STAY, timing.LEAVE_PAUSE
     while watcher.is_on_watch and count(store, protocol.GONE) < job.world_size - 1 and time.monotonic() < until:
         time.sleep(pause)
-        pause = min(_GROWTH * pause, _LONGEST_PAUSE)
+        pause = min(_GROWTH * pause, timing.LEAVE_LONGEST_PAUSE)
     if watcher.record is not None:
         watcher.wait_until_known()
         watcher.look_after_others(watcher.record)
@@ -166,7 +158,7 @@ def _wait_for_all_at(store: TorchStore, counter: str, number: int, limit: float)
         until = time.monotonic() + limit
         with contextlib.suppress(dist.DistError):  # the process that served the store may be gone
             while count(store, counter) < number and time.monotonic() < until:
-                time.sleep(_PAUSE)
+                time.sleep(timing.LEAVE_PAUSE)
 
     run_with_timeout(wait, limit)
 
@@ -176,10 +168,10 @@ def wait_for_gloo() -> None:
     # They do so some time after the collective is over, and need the interpreter for it: if it is already shutting
     # down, the process is aborted. A thread that sleeps at two looks in a row, with the interpreter free in between, is
     # done.
-    until = time.monotonic() + _GLOO_LIMIT
+    until = time.monotonic() + timing.GLOO
     num_asleep = 0
     while num_asleep < 2 and time.monotonic() < until:
-        time.sleep(_GLOO_PAUSE)
+        time.sleep(timing.GLOO_PAUSE)
         num_asleep = num_asleep + 1 if all(_gloo_threads_sleep()) else 0
 
 

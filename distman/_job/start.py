@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._base.process_state import keep_garbage_from_children
 from distman._coordination import protocol
 from distman._coordination.failure import hook
@@ -30,7 +31,7 @@ from distman._job.interface import choose_interface, forget_interface, stay_on_t
 from distman._job.job import Job, Limits, abort_job
 from distman._job.meeting import mpi
 from distman._job.meeting.announced import ADOPTED, open_beside
-from distman._job.meeting.endpoint import UNIX, UNREACHABLE_AFTER, nothing
+from distman._job.meeting.endpoint import UNIX, nothing
 from distman._job.meeting.join import Rendezvous, join, join_at, join_record_of, keep_store
 from distman._job.meeting.join_record import JoinRecord
 from distman._job.meeting.peers import complete
@@ -74,7 +75,7 @@ def start(
             device=requested,
             backend=backend,
             timeout=limits.rendezvous,
-            unreachable_after=watch_limits.unreachable if watch_limits else UNREACHABLE_AFTER,
+            unreachable_after=watch_limits.unreachable if watch_limits else timing.UNREACHABLE_UNWATCHED,
             on_meeting=leave_it_to_the_meeting,
         )
     except (RendezvousError, JobFailed) as error:
@@ -149,7 +150,7 @@ def adopt(
     backend = dist.get_backend_config()
     device = requested or _bound_device() or (None if "nccl" in backend else torch.device("cpu"))
     me = join_record_of(environment, os.environ, device=device, backend=backend)
-    unreachable_after = watch_limits.unreachable if watch_limits else UNREACHABLE_AFTER
+    unreachable_after = watch_limits.unreachable if watch_limits else timing.UNREACHABLE_UNWATCHED
     rendezvous = None if dist.get_backend() == "fake" else _join_in_group(me, limits, unreachable_after)
     peers = rendezvous.peers if rendezvous else complete([me])
     peer = next(peer for peer in peers if peer.rank == rank)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._base.log import logger
 from distman._coordination import protocol
 from distman._coordination.monitor.presence import connect, read_address
@@ -17,7 +18,6 @@ from distman._job.job import Job
 from distman._store.torch_store import TorchStore
 from distman.errors import RendezvousError
 
-_QUIET = 10.0  # seconds before other hosts are tried: groups of many ranks take some
 _MOST_HOSTS = 16  # tried by each rank, at two seconds each
 
 _REMEDY = (
@@ -48,13 +48,13 @@ def within_rendezvous(make: Callable[[], None], job: Job, store: TorchStore) -> 
 
 
 def _look(job: Job, store: TorchStore, is_over: threading.Event, found: list[str]) -> None:
-    if is_over.wait(_QUIET):
+    if is_over.wait(timing.WALLS_QUIET):
         return
     wall = _find_wall(job, store)
     if wall and not is_over.is_set():
         found.append(wall)
         if job.peer.local_rank == 0:
-            logger.warning("the ranks have not connected after %.0f s: %s", _QUIET, wall)
+            logger.warning("the ranks have not connected after %.0f s: %s", timing.WALLS_QUIET, wall)
 
 
 def _find_wall(job: Job, store: TorchStore) -> str:

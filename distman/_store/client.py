@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from distman._base import timing
 from distman._store import frames
 from distman._store.connection import Connection, StoreLostError, is_of_a_handler
 from distman._store.dialing import Door, ForeignServiceError, dial
@@ -24,7 +25,6 @@ T = TypeVar("T")
 
 _YES = b"\1"
 _MILLISECONDS = 1000
-_PAUSE = 0.01  # seconds between two tries to get in: to be let in takes a tenth of a millisecond
 _MOST_MILLISECONDS = 1 << 53  # longer than anybody waits, and exact as a number of seconds
 
 
@@ -241,7 +241,9 @@ class Client(Calls):
                 is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError | TimeoutError)
                 if not is_pushed_out or time.monotonic() > deadline:
                     raise StoreLostError(f"the job's store cannot be connected to any more: {error}") from error
-            time.sleep(_PAUSE)  # a store without room sends everybody away at once, and nothing tells when it has some
+            time.sleep(
+                timing.ENTER_PAUSE
+            )  # a store without room sends everybody away at once, and nothing tells when it has some
 
 
 def limit_of(seconds: float) -> bytes:

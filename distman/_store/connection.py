@@ -12,6 +12,7 @@ import threading
 import traceback
 import weakref
 
+from distman._base import timing
 from distman._base.process_state import puts_back
 from distman._base.text import printable
 from distman._store import frames
@@ -19,7 +20,6 @@ from distman._store.frames import MalformedError
 from distman._store.handshake import Answer
 from distman._store.transport import FEW_BYTES, MANY_BYTES, TIME
 
-_MOST_DEAF = 1  # seconds that a wait may not hear of a signal: Python's handlers run between two calls of the system
 _NUM_HIGHEST = 32  # descriptors for connections to the store: a process has a few
 _MOST_DESCRIPTORS = 1 << 16  # more than collectives need; the system keeps a table up to the highest one, 8 bytes each
 _MOST_NUMBER = (1 << 32) - 1  # of a request: it travels in 32 bits, and begins again
@@ -76,7 +76,7 @@ class Connection:
         self.answer = answer
         self.patience = math.inf  # seconds for a reply, of those in which this process runs
         self.has_unanswered = False  # whether something was sent since the last reply that needs none
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIME.pack(_MOST_DEAF, 0))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIME.pack(timing.SOCKET_DEAF, 0))
         self._socket = connected
         self._lock = threading.Lock()
         self._number = 0
@@ -195,7 +195,7 @@ class Connection:
             except BlockingIOError as error:
                 if is_of_a_handler(error):
                     raise
-                seconds += _MOST_DEAF
+                seconds += timing.SOCKET_DEAF
         raise StoreSilentError(str(self._lost(f"has not answered for {seconds} s")))
 
     def _receive(self) -> tuple[int, bytes]:

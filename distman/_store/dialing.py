@@ -11,6 +11,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from distman._base import timing
 from distman._store import transport
 from distman._store.connection import Connection, is_of_a_handler, new_socket
 from distman._store.frames import LENGTH, MalformedError
@@ -32,11 +33,8 @@ if TYPE_CHECKING:
 
     from distman._store.transport import Address
 
-PATIENCE = 3.0  # seconds: a foreign service may accept and never answer, a store takes milliseconds
 
-_TURN = 0.25  # seconds before the next address of a name is tried beside those that have not answered
 _MICROSECONDS = 1_000_000
-_SHORTEST_PATIENCE = 0.001  # seconds: a limit of zero would mean to a socket that it must not wait
 
 
 class ForeignServiceError(Exception):
@@ -55,7 +53,7 @@ class Door:
     job: str
     secret: bytes | None = dataclasses.field(repr=False)  # its secret; None where there is none, or it has to be read
     unreachable_after: float  # seconds after which the store's host is given up when it acknowledges nothing
-    patience: float = PATIENCE  # seconds for a connection to be made and proved
+    patience: float = timing.DIAL  # seconds for a connection to be made and proved
     # seconds, of these, to stand in line at a name of this host, where strangers may let nobody pass; None is all
     in_line: float | None = None
     asks_kernel: bool = True  # the kernel tells, at a name of this host, if another user listens there
@@ -123,7 +121,7 @@ def _connect_to_first(family: int, places: Sequence[Any], timeout: float) -> soc
                     error = OSError(failed, os.strerror(failed))
                     continue
                 poll.register(one, select.POLLOUT)
-                begins_at = now + _TURN
+                begins_at = now + timing.DIAL_NEXT_ADDRESS
             until = min(begins_at, deadline) if waiting else deadline
             for number, _ in poll.poll(max(until - time.monotonic(), 0.0) * 1000):
                 poll.unregister(number)
@@ -164,7 +162,7 @@ def _stand_in_line(connected: socket.socket, name: str, seconds: float) -> None:
     connected.settimeout(None if seconds > 0 else 0)
     deadline = time.monotonic() + seconds
     while not _is_connected(connected):
-        left = max(deadline - time.monotonic(), _SHORTEST_PATIENCE)
+        left = max(deadline - time.monotonic(), timing.SOCKET_SHORTEST)
         limit = divmod(math.ceil(left * _MICROSECONDS), _MICROSECONDS)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, transport.TIME.pack(*limit))
         connected.connect(name)
@@ -210,7 +208,7 @@ def _read_sized(connected: socket.socket, most: int, deadline: float) -> bytes:
 def _read(connected: socket.socket, num_bytes: int, deadline: float) -> bytes:
     received = b""
     while len(received) < num_bytes:
-        connected.settimeout(max(deadline - time.monotonic(), _SHORTEST_PATIENCE))
+        connected.settimeout(max(deadline - time.monotonic(), timing.SOCKET_SHORTEST))
         piece = connected.recv(num_bytes - len(received))
         if not piece:
             raise ConnectionResetError("it closed the connection without an answer")

@@ -15,6 +15,7 @@ import resource
 from select import EPOLLIN, EPOLLOUT, epoll
 from time import monotonic
 
+from distman._base import timing
 from distman._store import frames, transport
 from distman._store.frames import LENGTH, MalformedError
 from distman._store.handshake import (
@@ -40,12 +41,9 @@ _NOT_IGNORED = {
     *(_signal.SIGABRT, _signal.SIGBUS, _signal.SIGFPE, _signal.SIGILL, _signal.SIGQUIT),  # of crashes
     *(_signal.SIGSEGV, _signal.SIGSYS, _signal.SIGTRAP),
 }
-_GUEST_SECONDS = 3.0  # for the whole handshake, which takes milliseconds
 _MOST_GUESTS = 256  # the oldest goes first: a rank that was sent away by a flood dials again
 _GUESTS_PER_ROUND = 16  # then members have their turn
-_LISTENER_RESTS = 0.1  # seconds, where the host can open nothing: it would be found ready all the time
 _SPARE_DESCRIPTORS = 64  # kept back from connections, half of them at most: there is always one for the next guest
-_LONGEST_PAUSE = 3600.0  # seconds: the system takes no number that is much larger
 _MOST_DESCRIPTORS = 1 << 20  # where the host sets no limit, Linux does
 _KEY_BYTES = 32  # of a key that is drawn: nobody guesses 256 bits
 _SESSION_BYTES = 8  # of the name of an opening: it is no secret, and must not come twice
@@ -124,7 +122,7 @@ class Server:
             self._open_again()
         guests_end = next(iter(self._guests.values()), None)
         times = [self._table.next_deadline(), self._ends_at, self._door_rests_until, guests_end]
-        return min([_LONGEST_PAUSE, *[max(0.0, time - now) for time in times if time is not None]])
+        return min([timing.POLL_LONGEST, *[max(0.0, time - now) for time in times if time is not None]])
 
     def _welcome_guests(self) -> None:
         for _ in range(_GUESTS_PER_ROUND):
@@ -144,7 +142,7 @@ class Server:
 
     def _rest(self) -> None:
         self._poll.unregister(self._listener.fileno())
-        self._door_rests_until = monotonic() + _LISTENER_RESTS
+        self._door_rests_until = monotonic() + timing.LISTENER_RESTS
 
     def _open_again(self) -> None:
         self._poll.register(self._listener.fileno(), EPOLLIN)
@@ -162,7 +160,7 @@ class Server:
         transport.prepare(guest, self._unreachable_after)
         peer = Peer(guest, self._poll)
         self._peers[peer.number] = peer
-        self._guests[peer] = monotonic() + _GUEST_SECONDS
+        self._guests[peer] = monotonic() + timing.GUEST
 
     def _dismiss_guests(self, now: float) -> None:
         while self._guests and next(iter(self._guests.values())) <= now:

@@ -16,7 +16,6 @@ BACKLOG = 4096  # connections: all ranks of a large job come at once
 FEW_BYTES = 8192  # read at once; a larger buffer costs a call of malloc that asks the kernel for memory
 MANY_BYTES = 1 << 20  # read at once of a long message: the buffer is made before anything has come
 TIME = Struct("ll")  # seconds and microseconds, as the system takes limits of a socket
-LONGEST_PAUSE = 32_767  # seconds between two probes of a silent connection; Linux takes no more
 
 _CREDENTIALS = Struct("iII")  # process, user and group
 _OVERFLOW_UID = "/proc/sys/kernel/overflowuid"
@@ -25,6 +24,7 @@ _IPV4_SEEN_BY_IPV6 = "::ffff:"
 _DIGITS = 32  # more than the number of any user has
 _MILLISECONDS = 1000
 _PROBES = 3  # of a silent connection, before it is given up
+_MOST_BETWEEN_PROBES = 32_767  # seconds; Linux takes no more
 _LONGEST_SILENCE = (1 << 31) - 1  # milliseconds; Linux takes no more
 
 
@@ -77,7 +77,7 @@ def prepare(connection: _socket.socket, unreachable_after: float) -> None:
     connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
     connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_KEEPALIVE, 1)
     if hasattr(_socket, "TCP_USER_TIMEOUT"):
-        pause = max(1, int(min(unreachable_after / _PROBES, LONGEST_PAUSE)))
+        pause = max(1, int(min(unreachable_after / _PROBES, _MOST_BETWEEN_PROBES)))
         silence = int(min(unreachable_after * _MILLISECONDS, _LONGEST_SILENCE))
         connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_KEEPIDLE, pause)
         connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_KEEPINTVL, pause)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from distman._base import timing
 from distman._base.process_tree import end_with_parent
 from distman._workers.output import whole_process
 from distman._workers.sockets import receive_with_descriptors
@@ -34,8 +35,6 @@ SHOW_STACKS = b"show stacks"
 STACK_SIGNAL = int(signal.SIGRTMAX) - 2
 _REQUEST_BYTES = 4096  # settings are a handful of numbers and names
 _MOST_DESCRIPTORS = 8
-# How often to look whether the supervisor is still the parent.
-_POLL_SECONDS = 0.5
 
 
 def serve_requests(control: int, supervisor: int, work: Work) -> None:
@@ -69,7 +68,7 @@ class _ForkServer:
 
     def _attend(self) -> bool:
         """Do what the program asks for within a while; False if it closed the control socket."""
-        for key, _ in self._selector.select(_POLL_SECONDS):
+        for key, _ in self._selector.select(timing.WORKER_POLL):
             if key.fileobj is self._control:
                 if not self._start_worker():
                     return False

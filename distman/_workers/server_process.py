@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TypeVar
 
+from distman._base import timing
 from distman._base.interpreter import environment, options as own_options, program
 from distman._base.text import printable_lines
 from distman._workers.output import read_output
@@ -19,9 +20,6 @@ from distman._workers.sockets import is_readable, socket_pair
 
 W = TypeVar("W")
 
-# The two kill and wait for all that is below them, which the kernel does in milliseconds; what takes longer hangs in
-# a driver.
-_CLOSE_SECONDS = 5.0
 # The interpreter ends at once: to take torch apart, half a second, is of no use to anyone.
 _PROGRAM = """
 import json, os
@@ -58,7 +56,7 @@ class ServerProcess:
         """End the server and its workers, and wait until they are gone."""
         with contextlib.suppress(OSError):  # it has ended already
             self.control.shutdown(socket.SHUT_WR)
-        if not is_readable(self.control, seconds=_CLOSE_SECONDS):
+        if not is_readable(self.control, seconds=timing.SERVERS_END):
             self.supervisor.kill()
         self.control.close()
         self.supervisor.wait()

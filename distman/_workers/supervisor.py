@@ -12,14 +12,10 @@ import os
 import signal
 from collections.abc import Sequence
 
+from distman._base import timing
 from distman._base.process_tree import adopt_orphans, end_descendants
 from distman._workers.fork_server import Entry, serve_requests
 from distman._workers.output import whole_process
-
-# How often to look whether the program is still the parent; the kernel tells a process only of its children's ends.
-_POLL_SECONDS = 0.5
-# The server kills its workers and removes a directory; a server that needs longer hangs in a driver or a file system.
-_END_SECONDS = 1.0
 
 
 def main(control: int, program: int, entry: str, options: Sequence[object]) -> None:
@@ -37,9 +33,9 @@ def main(control: int, program: int, entry: str, options: Sequence[object]) -> N
         _become_server(control, supervisor, prepare, options)
     os.close(control)
     while (is_running := _is_running(server)) and os.getppid() == program:
-        signal.sigtimedwait({signal.SIGCHLD}, _POLL_SECONDS)
+        signal.sigtimedwait({signal.SIGCHLD}, timing.WORKER_POLL)
     if is_running:  # the server too notices that the program is gone, and removes what it has made
-        signal.sigtimedwait({signal.SIGCHLD}, _END_SECONDS)
+        signal.sigtimedwait({signal.SIGCHLD}, timing.SERVER_END)
     end_descendants()
 
 

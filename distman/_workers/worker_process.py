@@ -9,15 +9,11 @@ import signal
 import socket
 from collections.abc import Mapping
 
+from distman._base import timing
 from distman._workers.fork_server import NUMBER, SHOW_STACKS
 from distman._workers.output import open_stacks, read_output
 from distman._workers.server_process import ServerProcess, WorkerStartError
 from distman._workers.sockets import is_readable, socket_pair
-
-# A new server imports torch first, which takes minutes where a thousand nodes load it from one network file system.
-START_SECONDS = 300.0
-# After SIGKILL: the kernel may keep a process that long while it is in a call of a driver.
-END_SECONDS = 30.0
 
 
 class WorkerProcess:
@@ -39,8 +35,10 @@ class WorkerProcess:
             raise
 
     def _await_start(self, server: ServerProcess) -> None:
-        if not is_readable(self.life, seconds=START_SECONDS):
-            raise WorkerStartError(f"No worker started within {START_SECONDS:g} s.\n{server.read_output()}".rstrip())
+        if not is_readable(self.life, seconds=timing.WORKER_START):
+            raise WorkerStartError(
+                f"No worker started within {timing.WORKER_START:g} s.\n{server.read_output()}".rstrip()
+            )
         pid = self._receive()
         if pid is None:
             raise WorkerStartError(f"The process that forks the workers ended.\n{server.read_output()}".rstrip())

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
+from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
 from distman._coordination.messages import decode
@@ -20,8 +21,6 @@ from distman._torch_internals import storage_info
 from distman.errors import JobFailed
 from distman.manager import DistributedManager
 
-_PATIENCE = 30.0  # seconds after a failure: the others end once they have written, and within a minute, see hook.py
-_PAUSE = 0.1  # seconds between two looks in that time
 _PLACE = "the end of what it saves in the background"
 
 
@@ -81,11 +80,11 @@ class Parts:
             try:
                 group.wait_until(is_there, place=_PLACE, awaited=lambda: [rank], key=key)
             except JobFailed as error:  # wherever that was, a rank that lives writes its part before it ends
-                until = min(until, time.monotonic() + _PATIENCE)
+                until = min(until, time.monotonic() + timing.PARTS_AFTER_FAILURE)
                 is_gone = error.rank == rank and error.error_type in (DIED, LEFT, SILENT)
                 if is_gone or time.monotonic() > until:
                     raise
-                time.sleep(_PAUSE)
+                time.sleep(timing.PARTS_PAUSE)
         return decode(group.store.get(key), list[_Row], f"what {group.describe(rank)} has written")
 
 

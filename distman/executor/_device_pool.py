@@ -13,16 +13,12 @@ from functools import partial
 
 import torch
 
+from distman._base import timing
 from distman._workers.server_process import ResidentServer, WorkerStartError, spawn_server
-from distman._workers.worker_process import START_SECONDS
 from distman.errors import WorkerDiedError, WorkerError
 from distman.executor._device_worker import DeviceWorker, add_note
 from distman.executor._payload import Payload, pack
 from distman.executor._task_loop import ENTRY, Settings, Task
-
-# Seconds. A mistake in the function often shows on all devices at once, and a worker that reaches its own end within
-# this time need not be replaced.
-_AFTER_FAILURE_SECONDS = 0.5
 
 
 class DevicePool:
@@ -59,7 +55,7 @@ class DevicePool:
         return _collect(workers, self._timeout)
 
     def _initialize(self, workers: Sequence[DeviceWorker]) -> None:
-        _collect(workers, START_SECONDS)
+        _collect(workers, timing.WORKER_START)
         if self._initializer is not None and workers:
             try:
                 self._ask(workers, _pack(self._initializer))
@@ -149,7 +145,7 @@ def _collect(workers: Sequence[DeviceWorker], timeout: float | None) -> list[obj
             except Exception as error:  # noqa: BLE001 - whatever a function raises
                 failures.append(error)
         if failures:
-            soon = time.monotonic() + _AFTER_FAILURE_SECONDS
+            soon = time.monotonic() + timing.DEVICE_OTHERS_END
             deadline = soon if deadline is None else min(deadline, soon)
     if failures:
         raise _first(failures, waiting) from failures[0].__cause__

@@ -8,18 +8,16 @@ import pickle
 import signal
 from typing import Any
 
+from distman._base import timing
 from distman._base.text import printable, printable_lines
 from distman._workers.output import describe_exit
 from distman._workers.server_process import ServerProcess
 from distman._workers.sockets import is_readable, socket_pair
-from distman._workers.worker_process import END_SECONDS, WorkerProcess
+from distman._workers.worker_process import WorkerProcess
 from distman.errors import WorkerDiedError, WorkerError
 from distman.executor._channel import Kind, MappedBuffers, Message, receive, send
 from distman.executor._payload import Payload, unpack
 from distman.executor._task_loop import Failure, Settings
-
-# A worker that closed its connection, or was asked to write its stacks and end, does so in milliseconds if it can.
-_GRACE_SECONDS = 2.0
 
 
 class DeviceWorker(WorkerProcess):
@@ -84,7 +82,7 @@ class DeviceWorker(WorkerProcess):
 
     def died(self) -> WorkerError:
         """Return the error for a worker that ended by itself, or hung up; it is ended and closed."""
-        ended_itself = self.has_ended(_GRACE_SECONDS)
+        ended_itself = self.has_ended(timing.DEVICE_WORKER_END)
         text = self.end()
         what = describe_exit(self.exit_code) if ended_itself else "closed its connection and was killed"
         hint = "Look whether memory ran out (dmesg). " if ended_itself and self.exit_code == -signal.SIGKILL else ""
@@ -94,7 +92,7 @@ class DeviceWorker(WorkerProcess):
     def too_late(self, timeout: float) -> WorkerError:
         """Return the error for a worker that had no answer within the seconds given; it is ended and closed."""
         self.request_stacks()
-        self.has_ended(_GRACE_SECONDS)
+        self.has_ended(timing.DEVICE_WORKER_END)
         text = self.end()
         what = f"did not answer within {timeout:g} s and was ended. Raise timeout=, or see below where it was."
         return self._error(what, WorkerDiedError, text=text, exit_code=self.exit_code)
@@ -102,7 +100,7 @@ class DeviceWorker(WorkerProcess):
     def end(self) -> str:
         """End it, wait until it is gone, close it, and return the stacks that it wrote."""
         self.kill()
-        self.has_ended(END_SECONDS)
+        self.has_ended(timing.WORKER_END)
         text = self.read_stacks()
         self.close()
         return text

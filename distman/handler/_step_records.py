@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from distman._base import timing
 from distman.collectives import fused_all_reduce
 from distman.handler._history import Record
 from distman.manager import DistributedManager
 from distman.training import Step
 
 _MOST_UNREAD = 32  # steps from one reading to the next, for each of which the host waits for the GPU
-_SECONDS_UNREAD = 2.0
-"""Seconds after which the numbers of slow steps are read, for a person who watches the training."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,7 @@ class StepRecords:
         times = torch.tensor([self._seconds, self._waited], dtype=torch.float64, device=device)
         seconds, waited = fused_all_reduce(times, op="MAX").tolist()  # all ranks wait for the slowest
         self._seconds = self._waited = 0.0
-        self._num_until_due = max(1, min(_MOST_UNREAD, int(_SECONDS_UNREAD * len(unread) / seconds)))
+        self._num_until_due = max(1, min(_MOST_UNREAD, int(timing.NUMBERS_UNREAD * len(unread) / seconds)))
         num_samples = sum(batch.num_total for one in unread for batch in one.batches)
         norms = _read([one.norm for one in unread if one.norm is not None])
         rates = {"samples_per_second": num_samples / seconds, "waiting": waited / seconds}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from distman._base import timing
 from distman._base.log import logger
 from distman._base.text import printable
 from distman.handler._archive import Preempted
@@ -29,12 +30,6 @@ _MOST_WAITING = 1000
 """Calls that a tracker may have before it, of up to 32 steps each: minutes of training, and some megabytes."""
 
 _NOT_IN_NAMES = frozenset("/\\'\"`")
-
-_SECONDS_FOR_THE_REST = 30.0
-"""Seconds that the end of a training waits until all has been written: a server takes as long to restart."""
-
-_SECONDS_AFTER_AN_ERROR = 5.0
-"""Seconds that an error waits, which is to be shown and may have to end the job."""
 
 
 class Tracker(Callback, abc.ABC):
@@ -156,10 +151,10 @@ class Tracker(Callback, abc.ABC):
         self._put("epoch", [{"step": float(handler.num_steps), **record}])
 
     def on_train_end(self, handler: NNHandler) -> None:
-        self._finish("finished", _SECONDS_FOR_THE_REST)
+        self._finish("finished", timing.TRACKER_REST)
 
     def on_exception(self, handler: NNHandler, error: BaseException) -> None:
-        self._finish("preempted" if isinstance(error, Preempted) else "failed", _SECONDS_AFTER_AN_ERROR)
+        self._finish("preempted" if isinstance(error, Preempted) else "failed", timing.TRACKER_AFTER_ERROR)
 
     def state_dict(self) -> dict[str, Any]:
         return {"run": self._run}

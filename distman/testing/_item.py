@@ -15,6 +15,7 @@ from typing import cast
 
 import pytest
 
+from distman._base import timing
 from distman.testing._coverage import coverage_config
 from distman.testing._debugger import Debugger
 from distman.testing._environments import worker_environ
@@ -25,11 +26,6 @@ from distman.testing._plugin import BACKEND, WORLD_SIZE
 from distman.testing._rank_pool import RankPool
 from distman.testing._report import failure
 from distman.testing._serialization import pack
-
-_GROUP_MARGIN_SECONDS = 60.0
-"""A collective gives up this long after the test's own limit, so that the report shows where it was stuck."""
-_DEBUGGED_SECONDS = 86400.0
-"""The same where a debugger may hold another rank: nobody looks at one failure for longer than a day."""
 
 
 def run_item(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
@@ -88,7 +84,7 @@ class _Call:
         return RankTask(
             test=item.nodeid,
             world_size=cast("int", item.callspec.params[WORLD_SIZE]),
-            group_timeout=spec.timeout + (_DEBUGGED_SECONDS if debugs else _GROUP_MARGIN_SECONDS),
+            group_timeout=spec.timeout + (timing.TEST_DEBUGGED if debugs else timing.TEST_GROUP_MARGIN),
             uses_manager=spec.uses_manager,
             backend=backend,
             backend_module=backend_module,

@@ -10,29 +10,14 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
+from distman._base import timing
 from distman._workers.output import describe_exit
-from distman._workers.worker_process import END_SECONDS
 from distman.testing._messages import Failing, RankReport, RankStatus, RankTask, Signal
 from distman.testing._report import readable_stacks
 
 if TYPE_CHECKING:
     from distman.testing._debugger import Debugger
     from distman.testing._rank_pool import RankProcess
-
-# After the first failure the others are in a collective, which the failed rank's leaving ends at once, or on
-# their way to a failure of their own; a rank that needs longer than this will not end by itself.
-_GRACE_SECONDS = 2.0
-# To describe an error is to parse the source of every function on its way, and to show objects of the test.
-_DESCRIPTION_SECONDS = 10.0
-# To leave the group is one message between neighbours; on a machine that runs many tests at once it may take seconds.
-_RELEASE_SECONDS = 10.0
-# faulthandler writes at once, unless the process was stopped or is in a call of a driver.
-_STACK_SECONDS = 2.0
-_STACK_POLL_SECONDS = 0.02  # nothing says when a process has written its stacks to the end
-# A process that dies closes its connection first, and is waited for by its server a moment later.
-_DEATH_SECONDS = 5.0
-# Ranks that fail alike do so at about the same time; the debugger looks at the lowest of them.
-_CHOICE_SECONDS = 1.0
 
 
 class TestRun:
@@ -107,13 +92,13 @@ class TestRun:
             self._unreleased.add(rank)
             self._note(message)
         elif message is Signal.RAISED:
-            self._described_by[rank] = time.monotonic() + _DESCRIPTION_SECONDS
+            self._described_by[rank] = time.monotonic() + timing.TEST_DESCRIPTION
         elif isinstance(message, Failing):
             if self._debugger is None or self._debugger.was_used:
                 self._tell([rank], Signal.GO_ON)
             else:
                 self._failing[rank] = message
-                self._choice_at = min(self._choice_at, time.monotonic() + _CHOICE_SECONDS)
+                self._choice_at = min(self._choice_at, time.monotonic() + timing.TEST_CHOICE)
 
     def _debug(self) -> None:
         """Let the user look at one of the ranks that have failed, while the others wait."""
@@ -126,7 +111,7 @@ class TestRun:
         now = time.monotonic()
         self._deadline += now - start
         for rank in failing:  # each has to say only now what was shown
-            self._described_by[rank] = now + _DESCRIPTION_SECONDS
+            self._described_by[rank] = now + timing.TEST_DESCRIPTION
 
     def _note_joined(self, rank: int) -> None:
         """Begin the test when the last rank has joined the group, or failed to."""
@@ -166,7 +151,7 @@ class TestRun:
         is_expected = report.status is RankStatus.DIED and report.rank in self._dies
         if report.status is not RankStatus.PASSED and not is_expected and self._first_failure is None:
             self._first_failure = report
-            self._deadline = min(self._deadline, time.monotonic() + _GRACE_SECONDS)
+            self._deadline = min(self._deadline, time.monotonic() + timing.TEST_OTHERS_END)
 
     def _describe_stuck(self) -> tuple[RankStatus, str]:
         first = self._first_failure
@@ -188,31 +173,31 @@ class TestRun:
     def _fetch_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         for rank in ranks:
             self._workers[rank].request_stacks()
-        deadline = time.monotonic() + _STACK_SECONDS
+        deadline = time.monotonic() + timing.TEST_STACKS
         texts = dict.fromkeys(ranks, "")
         while time.monotonic() < deadline:
             before, texts = texts, {rank: self._workers[rank].read_stacks() for rank in ranks}
             if all(texts.values()) and texts == before:
                 break
-            time.sleep(_STACK_POLL_SECONDS)
+            time.sleep(timing.TEST_STACKS_PAUSE)
         return {rank: readable_stacks(text) for rank, text in texts.items()}
 
     def _release(self) -> None:
         """Let the ranks that have ended leave the group together, and wait until they have."""
         self._tell(self._unreleased, Signal.RELEASE)
-        deadline = time.monotonic() + _RELEASE_SECONDS
+        deadline = time.monotonic() + timing.TEST_RELEASE
         while self._unreleased and time.monotonic() < deadline:
             for rank in self._wait(self._unreleased, deadline)[0]:
                 self._note_released(rank)
         self._running, self._unreleased = self._unreleased, set()
-        headline = f"passed, but had not left the group {_RELEASE_SECONDS:g} s later (stuck)"
+        headline = f"passed, but had not left the group {timing.TEST_RELEASE:g} s later (stuck)"
         self._end_running(RankStatus.STUCK, headline)
 
     def _note_released(self, rank: int) -> None:
         end, worker = self._receive(rank), self._workers[rank]
         self._unreleased.discard(rank)
         if not isinstance(end, RankReport):
-            has_ended = worker.has_ended(_DEATH_SECONDS)
+            has_ended = worker.has_ended(timing.TEST_DEATH)
             how = describe_exit(worker.exit_code) if has_ended else "closed its connection to pytest"
             end = RankReport(rank, RankStatus.DIED, f"{how}, after the test")
         if end.status is not RankStatus.PASSED:
@@ -221,7 +206,7 @@ class TestRun:
                 self._reports[rank] = end
 
     def _await_deaths(self, ranks: Iterable[int]) -> None:
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + timing.WORKER_END
         for rank in ranks:
             if not self._workers[rank].has_ended(max(0.0, deadline - time.monotonic())):
                 self._workers[rank].kill_here()

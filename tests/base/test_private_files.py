@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from distman._base import timing
 from distman._base.private_files import create_anew, open_itself, private_folder, write_new
 from distman._cli import main
 from distman._cli.check import shared_folder
@@ -205,7 +206,7 @@ def test_a_job_script_is_its_owners(tmp_path):
 
 
 def test_what_another_rank_is_to_see_is_read_from_a_plain_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_folder, "_PATIENCE", 0.0)
+    monkeypatch.setattr(timing, "CHECK_FOLDER", 0.0)
     path = tmp_path / "word"
     write_new(path, "word")
     assert shared_folder._reads(path, "word")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distman import DistributedManager, collectives
+from distman._base import timing
 from distman._cli import main
 from distman._cli.check import proofs
 from distman._cli.check.findings import Findings, as_json, facts, find_slow, problems, warnings
@@ -216,7 +217,7 @@ def plus_one(collective):
 
 @ranks(2, 3)
 def test_a_barrier_that_does_not_wait_is_seen(monkeypatch, rank, world_size):
-    monkeypatch.setattr(proofs, "_LATE", 0.5)
+    monkeypatch.setattr(timing, "CHECK_LATE", 0.5)
     monkeypatch.setattr(dist, "barrier", lambda: None)
     assert prove("barrier", PROOFS_OF_TORCH["barrier"], DistributedManager()) is (rank == world_size - 1)
 

@@ -178,7 +178,7 @@ CALLS = {**WITH_TENSORS, **WITH_NUMBERS, **WITH_OBJECTS}
 def watch(monkeypatch):
     """Start a job whose ranks hear of each other."""
     monkeypatch.setenv("DISTMAN_WATCH", "1")
-    monkeypatch.setattr("distman._coordination.monitor.context._SHORTEST_INTERVAL", 0.01)
+    monkeypatch.setattr("distman._base.timing.WATCH_EVERY", 0.01)
     DistributedManager.initialize(timeout=60)
 
 

@@ -107,7 +107,7 @@ CALLS = {
 @ranks(2, manager=False)
 def test_both_calls_are_named_on_both_ranks_and_other_groups_go_on(monkeypatch, rank):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
-    monkeypatch.setattr("distman._coordination.monitor.deadlocks._PATIENCE", 0.05)
+    monkeypatch.setattr("distman._base.timing.MUTUAL_WAIT", 0.05)
     DistributedManager.initialize(timeout=30)
     for name, (call, text) in CALLS.items():
         DistributedManager.create_process_subgroup(name, 2)
@@ -126,7 +126,7 @@ def test_both_calls_are_named_on_both_ranks_and_other_groups_go_on(monkeypatch, 
 @ranks(4, manager=False)
 def test_a_rank_that_differs_among_several_and_one_that_is_late(monkeypatch, rank):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
-    monkeypatch.setattr("distman._coordination.monitor.deadlocks._PATIENCE", 0.05)
+    monkeypatch.setattr("distman._base.timing.MUTUAL_WAIT", 0.05)
     manager = DistributedManager.initialize(timeout=30)
     store = manager._state.job.rendezvous.store
     if rank == 3:  # comes when the others have told that they wait

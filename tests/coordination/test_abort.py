@@ -76,7 +76,7 @@ def test_who_ends_a_group_alone_waits_for_the_others_for_some_seconds_only(monke
     """NCCL would wait for what is outstanding, and on one host for the others to leave, too."""
     said = []
     monkeypatch.setattr("distman._job.group_end.logger.warning", lambda text, *values: said.append(text % values))
-    monkeypatch.setattr("distman._job.group_end._LIMIT", 0.2)
+    monkeypatch.setattr("distman._base.timing.GROUPS_END", 0.2)
     DistributedManager.create_process_subgroup("pair", 2)
     manager = DistributedManager()
     group = manager.resolve_group("pair").process_group
@@ -98,7 +98,7 @@ def test_who_ends_a_group_alone_waits_for_the_others_for_some_seconds_only(monke
 def test_an_abort_that_waits_for_other_ranks_holds_nobody_up(monkeypatch):
     """NCCL may wait for those of the host, and who asks may be the watcher."""
     has_come = threading.Event()
-    monkeypatch.setattr("distman._coordination.monitor.calls._ABORT_LIMIT", 0.1)
+    monkeypatch.setattr("distman._base.timing.ABORT_GROUPS", 0.1)
     monkeypatch.setattr("distman._coordination.monitor.calls.abort_backends", lambda _: has_come.wait())
     Call(DistributedManager().resolve_group(), 0, "all_gather").interrupt()
     has_come.set()
@@ -106,7 +106,7 @@ def test_an_abort_that_waits_for_other_ranks_holds_nobody_up(monkeypatch):
 
 @ranks(2, manager=False)
 def test_who_leaves_alone_waits_for_the_others_for_some_seconds_only(monkeypatch, rank):
-    monkeypatch.setattr("distman._job.group_end._LIMIT", 0.2)
+    monkeypatch.setattr("distman._base.timing.GROUPS_END", 0.2)
     store = default_store()
     if rank == 0:
         work = dist.all_reduce(torch.ones(2), async_op=True)

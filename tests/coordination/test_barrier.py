@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-from distman._coordination import barrier, protocol
+from distman._base import timing
+from distman._coordination import protocol
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.sync import StoreGroup
 from distman.errors import BarrierTimeoutError, JobFailed, RankFailedError
@@ -94,7 +95,7 @@ def test_that_a_rank_left_is_told_to_all(store_groups):
 
 
 def test_who_looks_without_an_answer_is_relieved(store_groups, monkeypatch):
-    monkeypatch.setattr(barrier, "_PATIENCE", 0.0)
+    monkeypatch.setattr(timing, "BARRIER_LOOK", 0.0)
     group, *_ = store_groups(3)
     group.store.set(protocol.late("barrier 0"), "1")  # and is stopped, or dead
     with pytest.raises(BarrierTimeoutError, match="2 of 3 ranks did not come"):

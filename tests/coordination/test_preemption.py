@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 
+from distman._base import timing
 from distman._coordination import preemption
 from distman._coordination.preemption import StopAgreement
 from distman._coordination.signal_names import DEFAULT_SIGNALS
@@ -31,7 +32,7 @@ def agreements(num_ranks):
 @pytest.fixture(autouse=True)
 def many_looks(monkeypatch):
     """Look for a stop all the time: the ranks of a test make their steps within milliseconds."""
-    monkeypatch.setattr(preemption, "_LOOK_EVERY", 0.001)
+    monkeypatch.setattr(timing, "STOP_EVERY", 0.001)
     yield
     while _to_leave:
         _to_leave.pop().leave()

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
 def _each_step_is_told_in_the_end(monkeypatch):
     """One comes after the checkpoint; and a busy machine takes long to import these packages."""
     monkeypatch.setattr("distman.handler._step_records._MOST_UNREAD", 1)
-    for name in ("_SECONDS_FOR_THE_REST", "_SECONDS_AFTER_AN_ERROR"):
-        monkeypatch.setattr(f"distman.handler._tracking.{name}", 300)
+    for name in ("TRACKER_REST", "TRACKER_AFTER_ERROR"):
+        monkeypatch.setattr(f"distman._base.timing.{name}", 300)
 
 
 def train_in_two_jobs(make_tracker, folder):

@@ -101,6 +101,7 @@ def test_a_group_of_other_code_on_two_hosts(namespace_hosts, tmp_path, kind, end
 FIRST_FAILS = """\
 import os, sys, time, torch.distributed as dist
 from distman import DistributedManager
+from distman._base import timing
 from distman._job import start
 from distman._job.meeting import announced, join
 
@@ -122,7 +123,7 @@ elif when in ("is awaited", "has told"):
     start.join_at = join.join_at = fail
 else:
     announced._open_anywhere = fail
-announced._OPEN_LIMIT = 3.0
+timing.ANNOUNCED_OPEN = 3.0
 DistributedManager.initialize(rendezvous_timeout=6 if when == "is opening" else 600)
 """
 DIED = r"JobFailed: {who} died"

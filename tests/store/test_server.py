@@ -18,6 +18,7 @@ from socket import AF_INET, AF_INET6
 import pytest
 from hypothesis import given, strategies
 
+from distman._base import timing
 from distman._store import frames, server, transport
 from distman._store.client import Client
 from distman._store.connection import InvalidRequestError, StoreLostError, StoreTimeoutError
@@ -211,7 +212,7 @@ def test_a_flood_keeps_nobody_out(store):
 
 
 def test_a_guest_has_a_time_for_everything_together(monkeypatch):
-    monkeypatch.setattr(server, "_GUEST_SECONDS", 0.05)
+    monkeypatch.setattr(timing, "GUEST", 0.05)
     with served_here() as here:
         member = Client(here)
         with connect(here.address) as silent, connect(here.address) as slow:
@@ -232,7 +233,7 @@ def test_the_limit_for_a_first_member_is_over_when_it_has_come(monkeypatch):
 
 
 def test_descriptors_are_kept_back_from_connections(monkeypatch):
-    monkeypatch.setattr(server, "_GUEST_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr(timing, "GUEST", 2 * PATIENCE)
     with served_here(most_descriptors=4) as here:
         members = [Client(here), Client(here)]
         with connect(here.address) as third:
@@ -248,7 +249,7 @@ def test_where_the_host_can_open_nothing_the_door_rests(number, monkeypatch):
     rounds = []
     pause = server.Server._pause
     monkeypatch.setattr(server.Server, "_pause", lambda here: rounds.append(1) or pause(here))
-    monkeypatch.setattr(server, "_LISTENER_RESTS", 0.05)
+    monkeypatch.setattr(timing, "LISTENER_RESTS", 0.05)
     with served_here() as here:
         member = Client(here)
         with monkeypatch.context() as full:
@@ -273,7 +274,7 @@ def refuse_by(number):
 
 
 def test_where_descriptors_are_few_the_oldest_stranger_makes_room(monkeypatch):
-    monkeypatch.setattr(server, "_GUEST_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr(timing, "GUEST", 2 * PATIENCE)
     with served_here(most_descriptors=4) as here:
         first = Client(here)
         with connect(here.address) as stranger:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from distman._base import timing
 from distman._workers.server_process import spawn_server
 from distman._workers.worker_process import WorkerProcess
 from distman.testing import _test_run
@@ -175,7 +176,7 @@ def children(pid):
 
 
 def test_a_rank_that_its_server_does_not_end_is_killed(server, monkeypatch):
-    monkeypatch.setattr(_test_run, "END_SECONDS", 0.5)
+    monkeypatch.setattr(timing, "WORKER_END", 0.5)
     worker = RankProcess(server)
     (fork_server,) = children(server.supervisor.pid)
     os.kill(fork_server, signal.SIGSTOP)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from distman._base import timing
 from distman._cli.check.findings import Findings, as_json, facts, problems, warnings
 from distman._cli.output import print_table, print_text, progress_bar
 from distman._cli.units import print_speeds
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("rank", "host", "pid", "node", "local rank", "device", "launcher", "torch", "distman")
 _SIZES = (8, 64 << 10, 4 << 20)  # bytes: bound by latency, in between, bound by bandwidth
-_LONGEST_SPEED = 0.1  # seconds of one operation after which larger sizes are left out
-_COLLECTIVE_TIMEOUT = 60.0  # seconds; a check that takes longer has found its answer
 _ALONE = "One process: no other rank to talk to. Start it with torchrun, mpirun or srun to check a job."
 
 
@@ -60,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         environment = detect(os.environ, arguments.method).environment
         protection = find_protection(environment, os.environ)
-        manager = start_job(arguments.method, arguments.timeout, _COLLECTIVE_TIMEOUT)
+        manager = start_job(arguments.method, arguments.timeout, timing.CHECK_COLLECTIVE)
     except (DistmanError, ValueError) as error:
         print(f"distman check: {error}", file=sys.stderr)
         if arguments.json and (environment is None or environment.rank == 0):
@@ -135,7 +134,7 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
         for operation in ("all_reduce", "p2p"):
             for num_bytes in _SIZES:
                 findings.speeds.append(measure(operation, num_bytes, manager))
-                if findings.speeds[-1].seconds > _LONGEST_SPEED:
+                if findings.speeds[-1].seconds > timing.CHECK_LONGEST_SPEED:
                     break
 
     def time_links() -> None:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from distman._base import timing
 from distman._cli.output import named, shown_ranks
 from distman._cli.units import show_seconds
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 
 K = TypeVar("K", bound=Hashable)
-CLOCK_LIMIT = 1.0  # seconds, by which lines of two logs begin to seem out of order
 # Seconds above the median below which a difference is the noise of a busy host, and nobody is called slow.
 _LATENCY_MARGIN = 1e-3
 _LARGE_MARGIN = 2e-3
@@ -74,7 +74,7 @@ def warnings(findings: Findings) -> list[str]:
         f"the clock of {clock.host} differs from rank 0's by {show_seconds(clock.seconds)}: times of files and logs do "
         "not fit together. Let a time service set it."
         for clock in findings.clocks
-        if abs(clock.seconds) - clock.uncertainty > CLOCK_LIMIT
+        if abs(clock.seconds) - clock.uncertainty > timing.CHECK_CLOCKS
     ]
     sentences += [
         f"the working directory is not shared: {_who_sees(folder)}. Write checkpoints to a folder that is."

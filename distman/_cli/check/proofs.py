@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distman import collectives
+from distman._base import timing
 from distman._cli.timing import pass_on
 from distman._coordination import protocol
 from distman._coordination.wait_scope import collective
@@ -25,7 +26,6 @@ from distman.topology import split_sizes
 Proof = Callable[[DistributedManager], bool]
 _WIDTH = 1000  # elements of a row: not a power of two, which could hide a wrong stride
 _FEW, _MANY = torch.arange(1000), torch.arange((4 << 20) // 8)
-_LATE = 0.1  # seconds by which a rank is late at the barrier
 
 
 @collective
@@ -168,7 +168,7 @@ def _barrier(manager: DistributedManager) -> bool:
         return False
     late = protocol.message(number, "of the check")
     if store_group.rank == store_group.size - 1:
-        time.sleep(_LATE)
+        time.sleep(timing.CHECK_LATE)
         store_group.store.set(late, "here")
     dist.barrier()
     return bool(store_group.store.check([late]))

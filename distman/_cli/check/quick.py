@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
+from distman._base import timing
+
 _SIZE = 512  # of the square matrices that are multiplied
 _MEMORY = 256 << 20  # bytes that are written and read again
 _SHARED_MEMORY = 64 << 20  # bytes that must be free in /dev/shm, where loaders and backends put batches and buffers
-_SLOW = 2.0  # seconds for what takes milliseconds on a healthy host
 
 
 def problems_of_host() -> list[str]:
@@ -34,7 +35,7 @@ def _computing() -> Iterator[str]:
             continue
         if not torch.equal(product, expected):
             yield f"computes wrong numbers on {device}"
-        elif device == "cpu" and time.monotonic() - began > _SLOW:
+        elif device == "cpu" and time.monotonic() - began > timing.CHECK_SLOW:
             yield f"takes {time.monotonic() - began:.0f} s for a small product of matrices"
 
 

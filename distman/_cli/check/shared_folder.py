@@ -9,13 +9,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from distman._base import timing
 from distman._base.private_files import open_itself, write_new
 from distman._cli.own_job import gather_reports, hand_out
 from distman._coordination.wait_scope import collective
 from distman.manager import DistributedManager
-
-_PATIENCE = 2.0  # seconds, for a network file system that shows a new file late
-_PAUSE = 0.05  # seconds between looks, few enough for a metadata server
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def _write(file: Path, word: str) -> str:
 
 
 def _reads(file: Path, word: str) -> bool:
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + timing.CHECK_FOLDER
     while True:
         with contextlib.suppress(OSError):
             descriptor = open_itself(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would keep it waiting
@@ -73,4 +71,4 @@ def _reads(file: Path, word: str) -> bool:
                     return True
         if time.monotonic() > until:
             return False
-        time.sleep(_PAUSE)
+        time.sleep(timing.CHECK_FOLDER_PAUSE)

@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, cast
 
+from distman._base import timing
 from distman._cli.keep.placement import Placement
 from distman._cli.keep.verdict import Ended, Notes, waits_for_lost_hosts
 from distman._cli.run.rank import ending_with_starter
 from distman._cli.signals import is_from_terminal, received
 from distman._coordination.restart_notes import FAILURE, VARIABLE
 
-_LOOK_EVERY = 0.5  # seconds between two looks for a failure
-_AFTER_TERM = 5.0  # seconds from SIGTERM to SIGKILL
 _KEPT_BYTES = 1 << 16  # of what was written last to standard error
 _SHELL = 128  # what a shell adds to the number of the signal that ended a command
 
@@ -69,13 +68,13 @@ class _Watch:
             selector.register(end, selectors.EVENT_READ)
             selector.register(self._signals, selectors.EVENT_READ)
             while self._process.poll() is None:
-                selector.select(_LOOK_EVERY)
+                selector.select(timing.KEEP_EVERY)
                 for number in received(self._signals):
                     self._hand_on(number)
                 self._look_for_failure()
                 self._take_steps()
         os.close(end)
-        reader.join(_AFTER_TERM)  # a process that was left behind may hold the other end
+        reader.join(timing.KEEP_AFTER_TERM)  # a process that was left behind may hold the other end
         code = self._process.returncode
         return Ended(code if code >= 0 else _SHELL - code, self._errors, self._interruption, self._is_ended)
 
@@ -103,9 +102,12 @@ class _Watch:
             return
         now = time.monotonic()
         if not self._steps:
-            self._steps = [(now + self._grace, signal.SIGTERM), (now + self._grace + _AFTER_TERM, signal.SIGKILL)]
+            self._steps = [
+                (now + self._grace, signal.SIGTERM),
+                (now + self._grace + timing.KEEP_AFTER_TERM, signal.SIGKILL),
+            ]
         if waits_for_lost_hosts(Notes.read(self._folder), self._errors):
-            self._steps = [(now, signal.SIGTERM), (now + _AFTER_TERM, signal.SIGKILL)]
+            self._steps = [(now, signal.SIGTERM), (now + timing.KEEP_AFTER_TERM, signal.SIGKILL)]
 
     def _take_steps(self) -> None:
         while self._steps and self._steps[0][0] <= time.monotonic():

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from distman._base import timing
 from distman._base.text import printable
 from distman._cli.keep.attempt import run_attempt
 from distman._cli.keep.placement import Placement, place
@@ -20,7 +21,6 @@ _EPILOG = (
     "A host is bad if one of its ranks fell silent, could not be reached, or was killed from outside; not if the "
     "program raised an error or memory ran out. A host that runs `distman keep` itself cannot be survived."
 )
-_GRACE = 10.0  # seconds
 _RESTARTS = 2
 
 
@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace",
         type=at_least(0),
-        default=_GRACE,
+        default=timing.KEEP_GRACE,
         metavar="SECONDS",
-        help=f"for the other ranks to end once one has failed (default: {_GRACE:g})",
+        help=f"for the other ranks to end once one has failed (default: {timing.KEEP_GRACE:g})",
     )
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="a folder that all hosts see, for notes (default: this one)"

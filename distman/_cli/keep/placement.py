@@ -9,11 +9,10 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from distman._base import timing
 from distman._cli.keep.verdict import Health
 from distman._coordination.restart_notes import count_oom_kills
 from distman.environments import parse_hostlist
-
-_CHECK_LIMIT = 20.0  # seconds: a check takes up to 5, and a busy controller some
 
 
 class Here:
@@ -94,11 +93,11 @@ class InAllocation:
         place = [self._srun, "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--input=none", "--quiet"]
         command = [*place, sys.executable, "-m", "distman", "check", "--quick", "--json"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_CHECK_LIMIT)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timing.KEEP_CHECK)
             said = json.loads(done.stdout)
             return Health("; ".join(said["problems"]) or None, said["oom_kills"])
         except subprocess.TimeoutExpired:
-            return Health(f"did not answer within {_CHECK_LIMIT:g} s", 0)
+            return Health(f"did not answer within {timing.KEEP_CHECK:g} s", 0)
         except ValueError:
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             return Health(f"cannot be checked ({lines[-1]})", 0)

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from distman._base import timing
 from distman._base.private_files import create_anew
 from distman._base.text import printable
 from distman._cli.parser import at_least
 from distman._cli.run.function import program_of_rank
-from distman._cli.run.job import GRACE, Plan, open_logs, run_job
+from distman._cli.run.job import Plan, open_logs, run_job
 from distman._cli.run.outcome import Outcome
 from distman._cli.run.placement import number_of_ranks
 from distman._coordination.signal_names import stop_signals
@@ -40,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace",
         type=at_least(0),
-        default=GRACE,
+        default=timing.RUN_GRACE,
         metavar="SECONDS",
-        help=f"from SIGTERM to SIGKILL, for ranks that save (default: {GRACE:g})",
+        help=f"from SIGTERM to SIGKILL, for ranks that save (default: {timing.RUN_GRACE:g})",
     )
     parser.add_argument("--restarts", type=at_least(0), default=0, metavar="K", help="start all again after a failure")
     parser.add_argument(

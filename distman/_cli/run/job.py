@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+from distman._base import timing
 from distman._base.private_files import create_anew
 from distman._base.process_tree import adopt_orphans, end_descendants
 from distman._cli.run.console import Console
@@ -25,17 +26,8 @@ from distman._cli.signals import heard, is_from_terminal, received
 from distman._coordination.failure.record import SILENT
 from distman._coordination.signal_names import DEFAULT_SIGNALS
 
-_AFTER_FAILURE = 5.0
-"""Seconds for the other ranks to end by themselves once one has failed: one may handle it, and save."""
-
-_AFTER_INTERRUPT = 5.0
-"""Seconds from Ctrl-C to SIGKILL: somebody waits at the terminal."""
-
 _ERRORS = 2  # number of the stream
 _KEPT_BYTES = 1 << 14  # of what a rank wrote last to standard error: a traceback has as much
-
-GRACE = 30.0
-"""Seconds from SIGTERM to SIGKILL. Source: torchrun and Slurm's ``KillWait`` give as many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +39,7 @@ class Plan:
     log_dir: Path | None = None  # a file for each rank is made there
     shows_all: bool = True  # whether the terminal shows what all ranks write; else it shows rank 0
     is_quiet: bool = False  # whether all that the ranks write is shown on standard error
-    grace: float = GRACE  # seconds that ranks have to save once they are asked to stop
+    grace: float = timing.RUN_GRACE  # seconds that ranks have to save once they are asked to stop
     stop_signals: tuple[int, ...] = DEFAULT_SIGNALS  # what asks them
 
 
@@ -162,7 +154,7 @@ class _Job:
         was_ended = any(rank.exit_code == -number for number in rank.signals)
         self._ended.append(RankOutcome(rank.rank, rank.pid, rank.exit_code or 0, was_ended, own, first))
         if rank.exit_code and not self._steps:
-            end = time.monotonic() + (self._plan.grace if rank.exit_code == WANTS_RESTART else _AFTER_FAILURE)
+            end = time.monotonic() + (self._plan.grace if rank.exit_code == WANTS_RESTART else timing.RUN_AFTER_FAILURE)
             self._steps = [(end, signal.SIGTERM), (end + self._plan.grace, signal.SIGKILL)]
         if first is not None and first.error_type == SILENT:
             self._send(signal.SIGKILL, [one for one in self._running if one.rank == first.rank])
@@ -185,7 +177,10 @@ class _Job:
         else:
             first = [] if number == signal.SIGINT and is_from_terminal() else [(now, number)]
             is_hurried = number == signal.SIGINT and number not in self._plan.stop_signals
-            self._steps = [*first, (now + (_AFTER_INTERRUPT if is_hurried else self._plan.grace), signal.SIGKILL)]
+            self._steps = [
+                *first,
+                (now + (timing.RUN_AFTER_INTERRUPT if is_hurried else self._plan.grace), signal.SIGKILL),
+            ]
         self._interruption = number
 
     def _take_steps(self) -> None:

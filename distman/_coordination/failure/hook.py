@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
+from distman._base import timing
 from distman._base.process_state import puts_back
 from distman._coordination.failure.delivery import Delivery, Stage
 from distman._coordination.failure.error_file import is_shown_by_starter, write_error_file
@@ -31,8 +32,6 @@ from distman._coordination.failure.stack import ends_block, errors_in, is_progra
 from distman._coordination.timeouts import keep_threads, leave, run_with_timeout
 from distman.errors import JobFailed, _on_acknowledgement
 
-_PATIENCE = 1.0  # seconds; standard error may be a pipe that nobody reads
-_PRINT_PATIENCE = 10.0  # seconds; a terminal over a slow line shows a long traceback in less
 _ONLY_A_THREAD = (
     "The other ranks are not told, and the program goes on, as Python programs do. To end the job instead, call "
     "initialize(fail_with_threads=True)."
@@ -46,10 +45,6 @@ _RESERVE = 64 << 20
 """Bytes of addresses that nothing is written to, given back when an error is told: memory may be out. A thread takes an
 eighth of them for its stack: those that tell, print, look whether it is printed, serve the others and answer them."""
 
-_WORK_PATIENCE = 60.0  # seconds; a large checkpoint may be half written, but a job must end
-_END_LIMIT = 30.0  # seconds from the end of a failed program to the end of its process: threads, exit handlers, files
-_END_MARGIN = 5.0  # seconds more for the same while something holds the interpreter
-_LOOK_EVERY = 0.1  # seconds between two looks whether the program is over
 
 _IMPORTED_IN = os.getpid()
 
@@ -119,7 +114,7 @@ class _Hook:
                 finish = reporter(error)
         finally:  # memory may be out, say
             try:
-                run_with_timeout(_flush, _PATIENCE)
+                run_with_timeout(_flush, timing.WRITE)
                 show()
             finally:
                 if finish is not None:
@@ -142,7 +137,7 @@ class _Hook:
         is_plain = self.previous is sys.__excepthook__ or getattr(self.previous, "__module__", "") in _AS_PYTHON
         if not is_plain:
             self.previous(error_type, error, trace)
-        elif not run_with_timeout(lambda: show(error_type, error, trace, self.previous), _PRINT_PATIENCE):
+        elif not run_with_timeout(lambda: show(error_type, error, trace, self.previous), timing.PRINT):
             self.exit_code = 1  # the end of the interpreter would wait for the same lock
 
     def exit(self, status: object = None, /) -> NoReturn:
@@ -199,28 +194,30 @@ class _Hook:
         while not is_program_over():
             if _hook is not self:
                 return
-            time.sleep(_LOOK_EVERY)
+            time.sleep(timing.END_EVERY)
         if not self.has_failed and self.unsurvived() is None:
             return
         if _may_use_faulthandler():
             with contextlib.suppress(Exception):  # standard error has no descriptor, say
-                faulthandler.dump_traceback_later(_END_LIMIT + _END_MARGIN, exit=True)
+                faulthandler.dump_traceback_later(timing.END_OF_PROCESS + timing.END_MARGIN, exit=True)
             if self.is_at_last.is_set():
                 faulthandler.cancel_dump_traceback_later()
-        if self.is_at_last.wait(_END_LIMIT / 2):
+        if self.is_at_last.wait(timing.END_OF_PROCESS / 2):
             return
         _end_children()
-        if self.is_at_last.wait(_END_LIMIT / 2):
+        if self.is_at_last.wait(timing.END_OF_PROCESS / 2):
             return
         from distman._coordination.tracking import stacks  # here: it needs torch, which a rank may fail without
 
-        write(f"distman: this process is cut off: {_END_LIMIT:g} s after its program it still runs\n{stacks()}")
+        write(
+            f"distman: this process is cut off: {timing.END_OF_PROCESS:g} s after its program it still runs\n{stacks()}"
+        )
         exit_now(code)
 
     def end_if_printing(self, is_told: threading.Event) -> None:
         """End the process if torch's hook, which wraps this one, still prints an error long after it was told."""
         is_told.wait()
-        if self.is_at_exit.wait(_PRINT_PATIENCE):
+        if self.is_at_exit.wait(timing.PRINT):
             return
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None:
@@ -237,10 +234,10 @@ class _Hook:
         if is_child and not multiprocessing.util.is_exiting():  # from 3.13 on, its finalizers come after exit handlers
             multiprocessing.util.Finalize(None, self.at_exit, exitpriority=_LAST)
             return
-        run_with_timeout(logging.shutdown, _PRINT_PATIENCE)
+        run_with_timeout(logging.shutdown, timing.PRINT)
         if self.exit_code is not None:
             exit_now(self.exit_code)
-        run_with_timeout(_flush_all, _PRINT_PATIENCE)
+        run_with_timeout(_flush_all, timing.PRINT)
         _end_children()
         self.abort_job()
 
@@ -432,10 +429,10 @@ def exit_now(code: int) -> None:
     if _hook is not None:
         _hook.has_failed = True
     try:
-        run_with_timeout(_flush_all, _PRINT_PATIENCE)
+        run_with_timeout(_flush_all, timing.PRINT)
         _end_children()
-        if is_anything_left() and not run_with_timeout(complete_all, _WORK_PATIENCE):
-            write(f"distman: what is being saved was not done in {_WORK_PATIENCE:g} s")
+        if is_anything_left() and not run_with_timeout(complete_all, timing.END_OF_WORK):
+            write(f"distman: what is being saved was not done in {timing.END_OF_WORK:g} s")
         if _hook is not None:
             _hook.abort_job()
     finally:
@@ -460,7 +457,7 @@ def report_at_end() -> None:
 
 def write(text: str) -> None:
     """Print to standard error, whatever state it is in: closed, None, or a pipe that nobody reads."""
-    run_with_timeout(lambda: _write(f"\n{text.rstrip()}\n"), _PATIENCE)
+    run_with_timeout(lambda: _write(f"\n{text.rstrip()}\n"), timing.WRITE)
 
 
 def _write(text: str) -> None:

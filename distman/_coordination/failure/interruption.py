@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from distman._base import timing
 from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import Delivery
 from distman._coordination.failure.pending_work import is_anything_left
@@ -24,22 +25,17 @@ from distman._torch_internals import close_all_connections
 from distman.errors import JobFailed
 
 _SIGNAL = signal.SIGURG  # ignored by default: harmless where it meets nobody
-_LONGEST_PAUSE = 1.0  # seconds; a program that swallows the error may print it each time, and is not in haste
-_ABORT_LIMIT = 3.0  # seconds; NCCL may wait for the other ranks of the host, and the failure has to be delivered
 _MOST_DEFERRALS = 40  # of a raise in a place that is left within microseconds, or that waits there
-_DEFERRAL = 0.005  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
     """How long the program may take, in seconds."""
 
-    to_handle: float = 60.0  # for handlers and ``finally`` to be done with the error: DISTMAN_FAILURE_GRACE
-    to_come: float = 90.0  # for code that does not return to the interpreter; by default half as long again
-    # From when the error was swallowed first. Launchers leave a process as long between SIGTERM and SIGKILL (Docker 10,
-    # Slurm and torchrun 30).
-    to_give_in: float = 10.0
-    between_looks: float = 0.1  # what became of the error: short beside the interval of the watchers
+    to_handle: float = timing.FAILURE_GRACE  # for handlers and ``finally`` to be done with the error
+    to_come: float = timing.FAILURE_GRACE_NATIVE  # for code that does not return to the interpreter
+    to_give_in: float = timing.GIVE_IN
+    between_looks: float = timing.DELIVERY_EVERY
 
 
 class Interruption:
@@ -119,7 +115,9 @@ class Interruption:
             is_in_hand, now = delivery.look(), time.monotonic()
             if self._is_done(delivery):
                 return
-            is_forgotten = not is_in_hand or now - delivery.last_swallowed_at < _LONGEST_PAUSE  # by a loop, say
+            is_forgotten = (
+                not is_in_hand or now - delivery.last_swallowed_at < timing.DELIVERY_LONGEST_PAUSE
+            )  # by a loop, say
             if delivery.num_swallowed and now - delivery.swallowed_at > self._patience.to_give_in and is_forgotten:
                 self._exit(delivery, f"This process swallowed it {delivery.num_swallowed} times:")
             if is_in_hand and now - delivery.raised_at > self._patience.to_handle and not is_anything_left():
@@ -131,8 +129,8 @@ class Interruption:
 
     def _pause(self, delivery: Delivery) -> float:
         if self._num_deferrals:
-            return _DEFERRAL
-        return min(self._patience.between_looks * (1 + delivery.num_swallowed), _LONGEST_PAUSE)
+            return timing.DELIVERY_DEFERRAL
+        return min(self._patience.between_looks * (1 + delivery.num_swallowed), timing.DELIVERY_LONGEST_PAUSE)
 
     def _is_done(self, delivery: Delivery) -> bool:
         is_ending = delivery.is_over or is_program_over()
@@ -153,7 +151,7 @@ class Interruption:
         """Let what waits for the other ranks end, once: what a handler saves comes after it in a GPU's stream."""
         if not self._has_aborted:
             self._has_aborted = True
-            run_with_timeout(close_all_connections, _ABORT_LIMIT)
+            run_with_timeout(close_all_connections, timing.ABORT_GROUPS)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_due, self._is_due = self._is_due, False

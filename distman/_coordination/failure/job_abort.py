@@ -13,25 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from distman._base import timing
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT
 from distman.environments import LAUNCHERS, LaunchEnvironment, OnFailure
 from distman.errors import JobFailed, RendezvousError
 
 _PMI_ABORT = b"cmd=abort exitcode=1\n"
-
-_GRACE = 3.0
-"""Seconds in which the other ranks end by themselves, and say why, before the job is cancelled."""
-
-_TURN = 0.5
-"""Seconds between the turns of two ranks that cancel the job: the next one need not, unless the first is stuck too."""
-
-_GRACE_FOR_STOPPED = 1.5
-"""Seconds for the other ranks to find a stopped process silent before it is ended; their watchdogs look once a second.
-If it serves the store itself, they would take it for dead."""
-
-_PATIENCE = 10.0
-"""Seconds that the command which cancels the job may take: the scheduler may be busy."""
 
 
 def abort_job_after(
@@ -54,7 +42,7 @@ def abort_job_after(
     if launcher.on_failure is OnFailure.NEEDS_ABORT:
         hook.end_job_at_exit(_abort)
     elif launcher.cancel_command and (is_silent or isinstance(error, RendezvousError)):
-        grace = _GRACE + seconds_before_turn(environment.rank, environment.world_size)
+        grace = timing.CANCEL + seconds_before_turn(environment.rank, environment.world_size)
         hook.end_job_at_exit(functools.partial(_cancel, launcher.cancel_command, grace))
 
 
@@ -64,7 +52,7 @@ def ending_of(environment: LaunchEnvironment) -> Callable[[], None] | None:
     if launcher.on_failure is OnFailure.NEEDS_ABORT:
         return _abort
     if launcher.cancel_command:
-        return functools.partial(_cancel, launcher.cancel_command, _GRACE)
+        return functools.partial(_cancel, launcher.cancel_command, timing.CANCEL)
     return None
 
 
@@ -75,12 +63,12 @@ def seconds_before_turn(rank: int, world_size: int) -> float:
     last, and at once, so that nobody waits long and the scheduler is not flooded.
     """
     is_early = rank & (rank - 1) == 0
-    return _TURN * (rank.bit_length() if is_early else world_size.bit_length() + 1)
+    return timing.CANCEL_TURN * (rank.bit_length() if is_early else world_size.bit_length() + 1)
 
 
 def _end_if_stopped(pid: int) -> None:
     """End a process that is stopped, if it runs this very program: nothing else would end it."""
-    time.sleep(_GRACE_FOR_STOPPED)
+    time.sleep(timing.STOPPED)
     with contextlib.suppress(OSError):
         process = Path(f"/proc/{pid}")
         state = (process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
@@ -110,6 +98,6 @@ def _cancel(cancel_command: Callable[[Mapping[str, str]], Sequence[str]], grace:
         return
     time.sleep(grace)
     try:
-        subprocess.run(command, check=False, timeout=_PATIENCE)
+        subprocess.run(command, check=False, timeout=timing.CANCEL_COMMAND)
     except (OSError, subprocess.TimeoutExpired) as error:
         hook.write(f"distman: a rank still runs: {error}. End it: {shlex.join(command)}")

@@ -10,6 +10,7 @@ import socket
 import traceback
 from typing import TYPE_CHECKING, Protocol
 
+from distman._base import timing
 from distman._base.text import shortened
 from distman._coordination import protocol
 from distman._coordination.failure.short_traceback import short_traceback
@@ -26,7 +27,6 @@ EXITED = "exited"
 LEFT = "left"
 SILENT = "silent"
 
-_TEXT_LIMIT = 5.0  # seconds; a text may be made by a collective, or by a program's code that never ends
 
 _MAX_TEXT = 10_000  # characters: a screen or two, which every rank prints
 _MAX_TRACEBACK = 100_000  # characters: more than any honest stack, less than one message to the store takes
@@ -78,9 +78,9 @@ class FailureRecord:
             error = error.__context__  # an error in hand is the reason
         if isinstance(error, SystemExit):
             return cls(*place, EXITED, f"ended with exit code {_exit_code(error)}, by sys.exit() or SystemExit.")
-        name, text = type(error).__name__, result_within(lambda: _text_of(error), _TEXT_LIMIT)
-        trace = result_within(lambda: _traceback_of(error), _TEXT_LIMIT) if text is not None else None
-        text = f"(its __str__ took more than {_TEXT_LIMIT:g} s)" if text is None else text
+        name, text = type(error).__name__, result_within(lambda: _text_of(error), timing.ERROR_TEXT)
+        trace = result_within(lambda: _traceback_of(error), timing.ERROR_TEXT) if text is not None else None
+        text = f"(its __str__ took more than {timing.ERROR_TEXT:g} s)" if text is None else text
         trace = f"{name}\n" if trace is None else trace
         return cls(*place, name, shortened(text, _MAX_TEXT), shortened(trace, _MAX_TRACEBACK))
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.error_file import is_shown_by_starter, write_error_file
@@ -22,10 +23,6 @@ from distman.errors import JobFailed
 
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
-
-
-_STAY = 1.5  # seconds; the others look several times a second, and a launcher ends the rest soon after
-_PATIENCE = 10.0  # seconds; the process of the store may be stopped, and this one has to end
 
 
 @dataclasses.dataclass
@@ -64,7 +61,7 @@ class JobReporter:
 
     def _failure_behind(self, error: BaseException) -> FailureRecord | None:
         with contextlib.suppress(BaseException):  # it asks a program's exception for its text, which may raise anything
-            return result_within(lambda: failure_behind(error), _PATIENCE + 2 * late_after(self.num_others + 1))
+            return result_within(lambda: failure_behind(error), timing.PUBLISH + 2 * late_after(self.num_others + 1))
         return None
 
     def _finish(self, error: BaseException, cause: FailureRecord | None, *, is_told: bool) -> None:
@@ -78,14 +75,14 @@ class JobReporter:
                     "does not answer. See its error."
                 )
         if is_told and is_watching():  # where nobody watches, nobody says that it has read
-            run_with_timeout(self.leave_group, _STAY)
-            seconds = _STAY + interval(self.num_others + 1)
-            run_with_timeout(lambda: wait_until_known(self.store, self.num_others, seconds), _PATIENCE)
+            run_with_timeout(self.leave_group, timing.STAY_TO_BE_READ)
+            seconds = timing.STAY_TO_BE_READ + interval(self.num_others + 1)
+            run_with_timeout(lambda: wait_until_known(self.store, self.num_others, seconds), timing.PUBLISH)
 
     def _publish_in_time(self, mine: FailureRecord) -> FailureRecord | None:
         """Leave a record in the store, and return the first one there; None where that was not possible."""
         try:
-            first = result_within(lambda: self._publish(mine), _PATIENCE + interval(self.num_others + 1))
+            first = result_within(lambda: self._publish(mine), timing.PUBLISH + interval(self.num_others + 1))
         except Exception:  # noqa: BLE001 - the store is gone, or memory is out: the error has yet to be printed
             return None
         if first is None:  # that thread may come back from the store into an interpreter that is gone

@@ -12,10 +12,9 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._coordination.timeouts import run_with_timeout
 from distman._torch_internals import abort_backends, close_beside, close_connections
-
-_ABORT_LIMIT = 3.0  # seconds; NCCL may wait for the other ranks of the host, and a watcher has to go on
 
 
 class Members(Protocol):
@@ -100,5 +99,5 @@ def end_waits(group: Members) -> None:
     process_group = group.process_group
     if process_group is not None:
         close_beside(process_group)  # at once: the next line may take seconds
-        run_with_timeout(lambda: abort_backends(process_group), _ABORT_LIMIT)
+        run_with_timeout(lambda: abort_backends(process_group), timing.ABORT_GROUPS)
         close_connections(process_group)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure.interruption import Patience
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord, Place
@@ -19,20 +20,14 @@ if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
 
 
-_SHORTEST_INTERVAL = 0.2  # seconds; a failure is known to all soon enough, and five looks a second cost nothing
-_INTERVAL_PER_RANK = 0.4e-3  # seconds; 2,500 looks a second in all, some 17 % of one core of the store's host
-
-_PAUSE = 0.02  # seconds between two looks whether the others know: short beside their own interval
-
-
 def interval(world_size: int) -> float:
     """Return the seconds between two looks into the store: longer for many ranks that ask it."""
-    return max(_SHORTEST_INTERVAL, _INTERVAL_PER_RANK * world_size)
+    return max(timing.WATCH_EVERY, timing.WATCH_EVERY_PER_RANK * world_size)
 
 
 def late_after(world_size: int) -> float:
     """Return the seconds after which a look is late: an interval to look, one to come back, and one for a busy host."""
-    return 1.0 + 2 * interval(world_size)
+    return timing.WATCH_LATE + 2 * interval(world_size)
 
 
 def wait_until_known(store: TorchStore, num_others: int, seconds: float, is_over: Callable[[], bool] = bool) -> None:
@@ -42,14 +37,12 @@ def wait_until_known(store: TorchStore, num_others: int, seconds: float, is_over
         while time.monotonic() < until and not is_over():
             if count(store, protocol.FAILURE_SEEN) + count(store, protocol.GONE) >= num_others:
                 return
-            time.sleep(_PAUSE)
+            time.sleep(timing.KNOWN_PAUSE)
 
 
 _UNREACHABLE_SHARE = 0.15
 """Of the silence that a rank is allowed: 45 s by default, and more where more is allowed for a bad network."""
 
-_SHORTEST_UNREACHABLE = 5.0
-"""Seconds; what is lost on the way is sent again within them several times."""
 
 _LARGEST_SHARE = 0.75
 """Of the same: that a host does not answer has to be found before the silence of the ranks there."""
@@ -67,7 +60,7 @@ class WatchLimits:
     @property
     def unreachable(self) -> float:
         """For any answer of another host: a system answers even while the process is stopped or busy."""
-        return min(_LARGEST_SHARE * self.silence, max(_SHORTEST_UNREACHABLE, _UNREACHABLE_SHARE * self.silence))
+        return min(_LARGEST_SHARE * self.silence, max(timing.UNREACHABLE_SHORTEST, _UNREACHABLE_SHARE * self.silence))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from distman._base import timing
 from distman._base.text import Line, printable
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord, Place
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
 
 
-_PATIENCE = 1.0  # seconds that ranks may be apart before the store is asked; a hang is not worse for them
 _ASKED_IN_ALL = 64  # ranks at one look of all ranks: each costs a call into the store, and all may wait
 _NO_CAUSE = (GeneratorExit, KeyboardInterrupt, StopAsyncIteration, StopIteration, asyncio.CancelledError, JobFailed)
 """Errors that are in hand in programs in which nothing has failed, or something elsewhere."""
@@ -143,7 +143,7 @@ class DeadlockWatch:
                 store.delete_key(protocol.waiting(self._me.rank))
             self._wait = now
             return
-        if time.monotonic() - wait.since < _PATIENCE:
+        if time.monotonic() - wait.since < timing.MUTUAL_WAIT:
             return
         is_new = wait.told is None
         told = wait.told or wait.tell(self._me)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from distman._base import timing
 from distman._base.log import logger
 from distman._base.private_files import private_folder, write_new
 from distman._base.text import printable, printable_lines, shortened
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
 
 
-_PAUSE = 0.01  # seconds between two looks for answers, which take a fifth of a second
 _MAX_STACKS = 100_000  # characters: some hundred threads, in one message to the store
 _COMPUTING = 0.05  # of the time at a place: a thread that waits for others takes next to no CPU time
 _MAX_NAMED = 4  # ranks that are named in full in one line of the log
@@ -77,7 +77,7 @@ class StackQueries:
         count(self.store, protocol.NEWS, 1)
         until = time.monotonic() + timeout
         while count(self.store, protocol.answered(number)) < len(ranks) and time.monotonic() < until:
-            time.sleep(_PAUSE)
+            time.sleep(timing.WATCH_ANSWER_PAUSE)
         answers: dict[int, Answer] = {}
         for rank in ranks:
             key = protocol.answer(number, rank)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from distman._base import timing
 from distman._base.process_state import puts_back
 from distman._coordination import protocol
 from distman._coordination.messages import Addresses, Port, decode
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
 
 
-_PATIENCE = 2.0  # seconds to connect; a host that needs longer is cut off or behind a firewall
 _BACKLOG = 4096  # connections that the system holds for a rank, port scanners among them
 _OUTSIDE = "192.0.2.1"  # an address of no host, to which the way leads out
 _LOOPBACK = ("127.", "::1")  # how such addresses begin
@@ -66,7 +66,7 @@ def connect(addresses: Sequence[str], port: int, *, is_one_host: bool) -> socket
         try:
             # Bytes: for a text, Python loads the codec of other alphabets, which takes 3 ms.
             place: Any = (address.encode(), port)
-            return socket.create_connection(place, timeout=_PATIENCE / len(usable))
+            return socket.create_connection(place, timeout=timing.CONNECT / len(usable))
         except OSError as error:
             refused = error
     raise refused

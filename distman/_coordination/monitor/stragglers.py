@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import seconds_before_turn
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
 
 
-_PATIENCE = 60.0  # seconds for handlers elsewhere, of which nobody knows; they get as long as work in the background
-_SLACK = 1.0  # seconds beside those in which others may learn of the failure
-_PAUSE = 0.1  # seconds between two looks which ranks are still there: short beside what a program needs to end
-
-
 def end_job_without_stragglers(
     context: WatchContext, limits: WatchLimits, record: FailureRecord, end_job: Callable[[], None], *, awaits_dead: bool
 ) -> None:
@@ -41,7 +37,7 @@ def end_job_without_stragglers(
     """
     is_awaited = awaits_dead and record.error_type == DIED
     job = FailedJob(context, record, limits.silence, end_job, is_awaited=is_awaited)
-    limit, has_looked = _SLACK + 2 * late_after(len(context.peers)), threading.Event()
+    limit, has_looked = timing.STRAGGLERS_SLACK + 2 * late_after(len(context.peers)), threading.Event()
 
     def look() -> None:
         if is_first(context.store, protocol.JOB_ENDER, context.rank) and job.find_stragglers(context.store):
@@ -109,7 +105,7 @@ class FailedJob:
             if there <= self._silent | self._late and (not late or time.monotonic() > self._late_until):
                 self._end_job()
                 break
-            time.sleep(_PAUSE)
+            time.sleep(timing.STRAGGLERS_PAUSE)
         for connection in connections.values():
             if connection is not None:
                 connection.close()
@@ -117,7 +113,7 @@ class FailedJob:
     def end_unseen(self) -> None:
         """End the job where the store is silent too, after a minute: other ranks may be saving something."""
         if not hook.has_failed():
-            time.sleep(_PATIENCE + self._turn)
+            time.sleep(timing.STRAGGLERS + self._turn)
             self._end_job()
 
     def _connect(self) -> dict[int, socket.socket | None]:
@@ -151,7 +147,7 @@ def end_stragglers_here(context: WatchContext, record: FailureRecord, seconds: f
 
     def end() -> None:
         while (late := unaware(0.0)) and time.monotonic() < until:
-            time.sleep(_PAUSE)
+            time.sleep(timing.STRAGGLERS_PAUSE)
         for mate in late:
             hook.write(f"distman: {mate} has not reacted to the failure of rank {record.rank}, and is ended")
             with contextlib.suppress(ProcessLookupError):
@@ -163,7 +159,7 @@ def end_stragglers_here(context: WatchContext, record: FailureRecord, seconds: f
             hook.end_job_at_exit(end)
 
     with contextlib.suppress(dist.DistError):
-        run_with_timeout(look, _SLACK + 2 * late_after(size))
+        run_with_timeout(look, timing.STRAGGLERS_SLACK + 2 * late_after(size))
 
 
 def _unaware(store: TorchStore, ranks: Iterable[int], patience: float) -> set[int]:
@@ -178,7 +174,7 @@ def _unaware(store: TorchStore, ranks: Iterable[int], patience: float) -> set[in
         }
         if not unaware or time.monotonic() >= until:
             return unaware
-        time.sleep(_PAUSE)
+        time.sleep(timing.STRAGGLERS_PAUSE)
 
 
 def _is_here(mate: Place) -> bool:

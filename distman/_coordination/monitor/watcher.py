@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._base.log import logger
 from distman._base.process_state import puts_back
 from distman._base.text import Line, printable
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
 NO_ANSWER = "which does not answer"
 """How :meth:`Watcher.locate` begins to tell of a rank whose process stands still, or is gone."""
 
-_PATIENCE = 1.0  # seconds for a failure to become known, and for a watcher to answer: far more than a free host needs
-_JOIN_PATIENCE = 2.0  # seconds for the thread to end, which takes milliseconds unless the store is stuck
-_PAUSE = 0.01  # seconds between two looks for an answer that another rank, or thread, is about to write
 _MOST_WARNINGS = 10  # of looks that fail for no known reason
 
 _current: Watcher | None = None
@@ -79,7 +77,7 @@ class Watcher:
         *,
         end_job: Callable[[], None] | None = None,  # where the launcher would wait for a rank that does nothing
         awaits_dead: bool = False,  # the ends of the ranks wait for one that died, too
-        patience: float = _PATIENCE,  # seconds for a failure to become known, and for another watcher to answer
+        patience: float = timing.WATCH_ANSWER,
     ) -> None:
         self.state = State.WATCHING
         self.record: FailureRecord | None = None  # what failed
@@ -160,7 +158,7 @@ class Watcher:
         self._is_stopping.set()
         try:
             if self._thread.ident is not None:  # else the store was lost before the thread could start
-                self._thread.join(_JOIN_PATIENCE + late_after(len(self._context.peers)))
+                self._thread.join(timing.WATCH_END + late_after(len(self._context.peers)))
         finally:
             self._interruption.restore()
         if self._thread.is_alive() and hook.has_failed():
@@ -187,7 +185,9 @@ class Watcher:
     def wait_until_known(self) -> None:
         """Wait until the watcher, which has to learn of a failure now, lets this rank act on it."""
         until = time.monotonic() + 2 * late_after(len(self._context.peers))
-        while self._thread.is_alive() and time.monotonic() < until and not self._may_act.wait(_PAUSE):
+        while (
+            self._thread.is_alive() and time.monotonic() < until and not self._may_act.wait(timing.WATCH_ANSWER_PAUSE)
+        ):
             pass
 
     def _verdict(self, error: BaseException) -> FailureRecord | None:

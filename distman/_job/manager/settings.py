@@ -8,6 +8,7 @@ import threading
 
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._base.arguments import check_seconds
 from distman._base.log import logger
 from distman._coordination.failure.interruption import Patience
@@ -17,12 +18,12 @@ from distman.environments import LaunchEnvironment, detect, misspelt_variables, 
 from distman.topology import is_whole_number
 
 # Variables of the environment, with the seconds that hold without them.
-_TIMEOUT = ("DISTMAN_TIMEOUT", 3600.0)  # ranks may do different work for long, such as saving on one of them
-_RENDEZVOUS_TIMEOUT = ("DISTMAN_RENDEZVOUS_TIMEOUT", 300.0)  # imports from a shared file system take minutes
-_SILENCE_TIMEOUT = ("DISTMAN_SILENCE_TIMEOUT", 300.0)  # native code may hold the GIL for minutes
-_HANG_TIMEOUT = ("DISTMAN_HANG_TIMEOUT", 300.0)  # a report costs little, and ends nothing
-_FAILURE_GRACE = ("DISTMAN_FAILURE_GRACE", 60.0)  # a handler may save for as long
-_TO_COME = 1.5  # of the grace, until a process that does not return to Python is ended
+_TIMEOUT = ("DISTMAN_TIMEOUT", timing.TIMEOUT)
+_RENDEZVOUS_TIMEOUT = ("DISTMAN_RENDEZVOUS_TIMEOUT", timing.RENDEZVOUS_TIMEOUT)
+_SILENCE_TIMEOUT = ("DISTMAN_SILENCE_TIMEOUT", timing.SILENCE_TIMEOUT)
+_HANG_TIMEOUT = ("DISTMAN_HANG_TIMEOUT", timing.HANG_TIMEOUT)
+_FAILURE_GRACE = ("DISTMAN_FAILURE_GRACE", timing.FAILURE_GRACE)
+_TO_COME = timing.FAILURE_GRACE_NATIVE / timing.FAILURE_GRACE
 _WATCH = "DISTMAN_WATCH"
 _FIND_UNUSED = "DDP_FIND_UNUSED_PARAMETERS"
 

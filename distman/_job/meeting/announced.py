@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Here
@@ -32,19 +33,14 @@ from distman._coordination.messages import (
 )
 from distman._coordination.monitor.presence import own_addresses
 from distman._job.meeting import mpi
-from distman._job.meeting.endpoint import UNREACHABLE_AFTER, listed, nothing, url_of
+from distman._job.meeting.endpoint import listed, nothing, url_of
 from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.places import AtPorts
 from distman._job.meeting.secret import Protection, Source
 from distman._job.meeting.sockets import leads_here, means_loopback
-from distman._store.dialing import PATIENCE
 from distman._store.handshake import door_key, mac
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
-
-_PAUSE = 0.01  # seconds between two looks for an announcement: rank 0 starts within milliseconds
-_LONGEST_PAUSE = 0.5  # seconds between two looks at an address where the store is not
-_OPEN_LIMIT = 30.0  # seconds to find a store that was open when it was announced
 
 ADOPTED = "the process group that existed before"
 """Where such ranks meet, for messages."""
@@ -181,7 +177,7 @@ class OverAgent:
         agent = self._connect(timeout)
         start = next(_starts)
         key = protocol.store_address(self.point.job_id, start)
-        until, found, pause = time.monotonic() + timeout, "nothing", _PAUSE
+        until, found, pause = time.monotonic() + timeout, "nothing", timing.ANNOUNCED_PAUSE
         while True:
             if agent.check([key]):
                 try:
@@ -192,11 +188,11 @@ class OverAgent:
                     found = "a malformed answer"
                     drop(error)
                 else:
-                    client, reasons, _ = there.try_all(rank, PATIENCE)
+                    client, reasons, _ = there.try_all(rank, timing.DIAL)
                     if client is not None:
                         return JobStore.entered(client, url_of(client.door.address), timeout)
                     found = f"a place without it ({listed(reasons)})"
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    pause = min(2 * pause, timing.ANNOUNCED_LONGEST_PAUSE)
             failure = self._failure_in(agent, start)
             if failure is not None:
                 raise failure.to_failure()
@@ -250,7 +246,11 @@ class _Beside:
 
 
 def open_beside(
-    group_store: dist.Store, job: str, rank: int, timeout: float, unreachable_after: float = UNREACHABLE_AFTER
+    group_store: dist.Store,
+    job: str,
+    rank: int,
+    timeout: float,
+    unreachable_after: float = timing.UNREACHABLE_UNWATCHED,
 ) -> JobStore:
     """Open the store of a job whose process group other code has made, and tell the others over that group's store."""
     # The first rank to come opens it. A process that reads the group's store is let in.
@@ -289,11 +289,11 @@ def _open_beside(group_store: dist.Store, job: str, rank: int, timeout: float, u
         secret = bytes.fromhex(beside.secret)
     except ValueError as error:
         raise MalformedMessageError("the secret of the job's store", str(error)) from None
-    return beside.place.endpoint(point, secret).find(rank, min(timeout, _OPEN_LIMIT))
+    return beside.place.endpoint(point, secret).find(rank, min(timeout, timing.ANNOUNCED_OPEN))
 
 
 def _read_beside(group_store: dist.Store, key: str, opener: str, timeout: float) -> _Beside:
-    until, pause = time.monotonic() + timeout, _PAUSE
+    until, pause = time.monotonic() + timeout, timing.ANNOUNCED_PAUSE
     while not group_store.check([key]):  # torch's stores have no wait that Ctrl-C interrupts
         if time.monotonic() > until:
             raise RendezvousError(
@@ -302,5 +302,5 @@ def _read_beside(group_store: dist.Store, key: str, opener: str, timeout: float)
                 "error; set rendezvous_timeout for slow starts."
             )
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, timing.ANNOUNCED_LONGEST_PAUSE)
     return decode(group_store.get(key), _Beside, "where the job's store is, in that of the group")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.error_file import write_error_file
@@ -28,9 +29,6 @@ from distman._store.client import Client
 from distman._store.handshake import VISITOR
 from distman.environments import LAUNCHERS, LaunchEnvironment, OnFailure, detect
 from distman.errors import DistmanError
-
-_PATIENCE = 10.0  # seconds to wait for ranks that were started at the same time, and arrive later
-_PAUSE = 0.02  # seconds between two looks at how many ranks have heard: no more than this rank's end may be late
 
 
 def tell_of(error: BaseException) -> Callable[[], object]:
@@ -76,7 +74,9 @@ def _place(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
     return environment.launcher, environment.rank, environment.world_size
 
 
-def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, patience: float = _PATIENCE) -> bool:
+def tell_waiting_ranks(
+    failure: dict[str, Any], environ: Mapping[str, str], *, patience: float = timing.EARLY_FAILURE
+) -> bool:
     """Tell the ranks of a failure, the fields of a ``JobFailed``, and return whether they would listen to this rank."""
     # It is left with the store of the job, or that is opened for ``patience`` seconds to tell those to come. Nothing
     # is done where the other ranks end with this one, nor where no place is known. It needs no torch, so it also serves
@@ -114,7 +114,9 @@ def _tell_other_agents(
     """Tell the ranks of other hosts, whose agents do not end them with this one; it needs no secret, but torch."""
     with contextlib.suppress(ImportError, OSError, DistmanError):  # torch may be what failed
         meeting: Any = find_meeting(environment, environ)
-        meeting.leave_failure(json.dumps({**failure, "rank": environment.rank}), max(patience, _PAUSE))
+        meeting.leave_failure(
+            json.dumps({**failure, "rank": environment.rank}), max(patience, timing.EARLY_FAILURE_PAUSE)
+        )
 
 
 def _tell_of(point: Endpoint, failure: dict[str, Any], environment: LaunchEnvironment, patience: float) -> None:
@@ -143,7 +145,7 @@ def _hold_store(point: Endpoint, failure: bytes, environment: LaunchEnvironment,
         return
     with contextlib.closing(client):
         while client.add(_key(protocol.TURNED_AWAY), 0) < environment.world_size - 1 and time.monotonic() < until:
-            time.sleep(_PAUSE)
+            time.sleep(timing.EARLY_FAILURE_PAUSE)
 
 
 def _key(name: str) -> bytes:

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from distman._base import timing
 from distman._base.log import logger
 from distman._base.text import printable
 from distman._coordination import protocol
@@ -24,7 +25,7 @@ from distman._job.meeting.munge import CredentialError
 from distman._job.meeting.secret import NO_PROTECTION, Protection
 from distman._job.meeting.sockets import bracketed
 from distman._store.client import Client
-from distman._store.dialing import PATIENCE, CrowdedError, Door, ForeignServiceError
+from distman._store.dialing import CrowdedError, Door, ForeignServiceError
 from distman._store.handshake import MEMBER
 from distman._store.process import StoreStartError, start_store
 from distman.errors import RendezvousError
@@ -32,13 +33,7 @@ from distman.errors import RendezvousError
 if TYPE_CHECKING:
     from distman._store.transport import Address
 
-UNREACHABLE_AFTER = 45.0  # seconds, where nobody watches: a network that is repaired sooner ends no job
-_QUIET = 10.0  # seconds before a word on what else listens there, which may be about to end
-_SHORTEST_PATIENCE = 0.2  # seconds, also where no time is left: a store on another host answers in milliseconds
-_FIRST_PAUSE = 0.002  # seconds: ranks of one launch start within milliseconds of each other, and a start takes ten
-_LONGEST_PAUSE = 0.5  # seconds: more would delay a job whose first rank starts late
 _MOST_LISTED = 8  # places in a message; a job tries as many ports, and other users may listen at any number of names
-_ENTRY_GRACE = 10.0  # seconds longer than the ranks try to come: then nobody does
 UNIX = "unix:"
 """How the URL of a store begins that ranks on this host find without a network."""
 _STARTED, _LEFT, _FAILURE = (
@@ -65,7 +60,9 @@ class Endpoint(ABC):
     is_host: bool  # whether this rank opens the store
     opener: str = "rank 0"  # the rank that opens it, for messages
     protection: Protection = NO_PROTECTION  # what keeps others out
-    unreachable_after: float = UNREACHABLE_AFTER  # seconds after which a host is given up that acknowledges nothing
+    unreachable_after: float = (
+        timing.UNREACHABLE_UNWATCHED
+    )  # seconds after which a host is given up that acknowledges nothing
 
     alike = " with the same secret"  # what else to see about ranks that do not meet
 
@@ -110,14 +107,14 @@ class Endpoint(ABC):
         """Try every place until the job's store answers."""
         started = time.monotonic()
         deadline = started + timeout
-        pause, is_said, in_the_way = _FIRST_PAUSE, False, dict[str, str]()
+        pause, is_said, in_the_way = timing.FIND_FIRST_PAUSE, False, dict[str, str]()
         while True:
-            patience = min(max(deadline - time.monotonic(), _SHORTEST_PATIENCE), PATIENCE)
+            patience = min(max(deadline - time.monotonic(), timing.DIAL_SHORTEST), timing.DIAL)
             client, reasons, others = self.try_all(rank, patience, role=role)
             if client is not None:
                 return client
             is_last = time.monotonic() + pause > deadline
-            is_quiet = not is_said and time.monotonic() - started > _QUIET
+            is_quiet = not is_said and time.monotonic() - started > timing.FIND_QUIET
             if is_last or is_quiet:  # seldom: the table of names may be long
                 others |= self.of_other_users()
             in_the_way |= others
@@ -127,7 +124,7 @@ class Endpoint(ABC):
             if is_last:
                 raise RendezvousError(self._opener_missing(timeout, reasons | in_the_way))
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, timing.FIND_LONGEST_PAUSE)
 
     def try_all(
         self, rank: int, patience: float, *, role: int = MEMBER
@@ -158,7 +155,7 @@ class Endpoint(ABC):
         """Return where other users listen for a job of this name, and what is wrong with that."""
         return {}
 
-    def door_at(self, address: Address, patience: float = PATIENCE) -> Door:
+    def door_at(self, address: Address, patience: float = timing.DIAL) -> Door:
         """Return the door of this job's store at an address, for a process that has not opened it."""
         protection = self.protection
 
@@ -199,7 +196,7 @@ class Endpoint(ABC):
                 secret=drawn.key,
                 credential=drawn.credential,
                 opener=rank,
-                entry_limit=timeout + _ENTRY_GRACE,
+                entry_limit=timeout + timing.OPEN_ENTRY,
                 unreachable_after=door.unreachable_after,
                 failure=failure,
             )

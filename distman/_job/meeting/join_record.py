@@ -9,11 +9,11 @@ import time
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 
+from distman._base import timing
 from distman._base.text import Line, printable
 from distman._job.meeting.ancestry import start_time
 
 _MAX_COMMAND = 60  # characters: a message has several
-_SAME_START = 30.0  # seconds between the starts of ranks of one job, as far as they are told from those of another
 OWN_PORT = "If these are two jobs, give each its own MASTER_PORT or DISTMAN_JOB_ID."
 OWN_RANK = f"Give each process its own rank. {OWN_PORT}"
 
@@ -109,7 +109,7 @@ def is_mixed(surplus: JoinRecord, holder: JoinRecord, members: Iterable[JoinReco
     # A job that was complete long before is not blamed for a later one that takes the same port. Two that start
     # together may have met in any order: unless each other member of the job is more like the holder of the rank than
     # like the process that came too late, nobody can tell which of them belongs to it.
-    if abs(surplus.origin.started - holder.origin.started) > _SAME_START:
+    if abs(surplus.origin.started - holder.origin.started) > timing.SAME_START:
         return False
     others = (member for member in members if member.rank != holder.rank)
     return any(_in_common(member, surplus) >= _in_common(member, holder) for member in others)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from distman._base import timing
 from distman._job.meeting import address
-from distman._job.meeting.endpoint import UNREACHABLE_AFTER
 from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.places import AtPorts, OnThisHost
 from distman._job.meeting.secret import NO_PROTECTION, Protection
@@ -32,7 +32,7 @@ def find_meeting(
     environment: LaunchEnvironment,
     environ: Mapping[str, str],
     protection: Protection = NO_PROTECTION,
-    unreachable_after: float = UNREACHABLE_AFTER,
+    unreachable_after: float = timing.UNREACHABLE_UNWATCHED,
 ) -> Meeting:
     """Return how the ranks of a job meet, as the variables tell every rank alike."""
     launcher = LAUNCHERS[environment.launcher]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Mapping
 
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._base.log import logger
 from distman._base.text import Line
 from distman._coordination import protocol
@@ -39,15 +40,6 @@ from distman._job.meeting.peers import Peers, complete, describe_missing, descri
 from distman._store.torch_store import TorchStore
 from distman.errors import JobFailed, RendezvousError
 
-_PAUSE_PER_RANK = 500e-6  # seconds; 2,000 looks a second in all, beside ranks that are still connecting
-_SHORTEST_LIMIT = 0.01  # seconds: longer pauses would delay the start of a small job
-_LONGEST_LIMIT = 1.0  # seconds: longer ones would delay a large job more than its looks cost
-_PROGRESS_EVERY = 10.0  # seconds between two lines of the log that name the missing ranks
-_GRACE = 1.0  # seconds that the others wait longer than rank 0, whose verdict is better than theirs
-_QUIET = 1.0  # seconds without a word in a failed start: longer looks like a hang
-_WITHDRAWING = 2.5  # seconds that Ctrl-C may take at the worst, where the process that serves the store is stopped
-_PARTING = 2.0  # seconds for the others to read the verdict, when all had the time they were given
-_PARTING_WITH_ALL = 10.0  # seconds also for ranks that are still on their way, to tell them why the job ended
 _MOST_SURPLUS = 1_000  # processes beside the ranks whose records are read: a few show what is wrong
 _MOST_VERDICT = 256 << 20  # bytes, unpacked: a million ranks
 
@@ -75,7 +67,7 @@ def establish_membership(
             membership.is_over.set()
 
     try:
-        if not run_with_timeout(take_part, timeout + _PARTING_WITH_ALL + _GRACE):
+        if not run_with_timeout(take_part, timeout + timing.JOIN_PARTING_WITH_ALL + timing.JOIN_BESIDE_RANK_ZERO):
             raise RendezvousError(
                 f"joining failed: the store at {job_store.url} did not answer within {timeout:g} s [{source}]. "
                 "See what stopped the process that serves it."
@@ -184,14 +176,14 @@ class _Membership:
             count(self.store, protocol.NEWS, 1)  # they may have had their verdict
             if self.me.rank == 0:
                 self._publish(_Verdict(failure=record))
-            self._part(error, _WITHDRAWING, with_all=False)
+            self._part(error, timing.FAREWELL, with_all=False)
 
         with contextlib.suppress(dist.DistError):  # the process that serves the store may be interrupted too
-            run_with_timeout(tell, _WITHDRAWING)
-        self.is_over.wait(_WITHDRAWING)
+            run_with_timeout(tell, timing.FAREWELL)
+        self.is_over.wait(timing.FAREWELL)
 
     def wait_for_verdict(self) -> _Verdict:
-        verdict = self._wait(self._verdict, lambda: protocol.VERDICT, self.timeout + _GRACE)
+        verdict = self._wait(self._verdict, lambda: protocol.VERDICT, self.timeout + timing.JOIN_BESIDE_RANK_ZERO)
         return verdict or _Verdict(error=self._missing())
 
     def accept(self, verdict: _Verdict) -> Peers:
@@ -201,7 +193,7 @@ class _Membership:
             return verdict.peers
         error = RendezvousError(verdict.error) if verdict.failure is None else verdict.failure.to_failure()
         is_late = time.monotonic() - self.started > self.timeout
-        self._part(error, _PARTING if is_late else _PARTING_WITH_ALL, with_all=not is_late)
+        self._part(error, timing.JOIN_PARTING if is_late else timing.JOIN_PARTING_WITH_ALL, with_all=not is_late)
         raise error
 
     def _publish(self, verdict: _Verdict) -> _Verdict:
@@ -290,15 +282,17 @@ class _Membership:
     ) -> _Verdict | None:
         """Return what ``look`` finds, or None after ``timeout`` seconds without a find."""
         # It looks again when the next key is set, or after a pause: the key may hold nonsense.
-        pause = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.me.world_size), _LONGEST_LIMIT)
-        next_report = _PROGRESS_EVERY
+        pause = min(
+            max(timing.JOIN_SHORTEST_PAUSE, timing.JOIN_PAUSE_PER_RANK * self.me.world_size), timing.JOIN_LONGEST_PAUSE
+        )
+        next_report = timing.JOIN_PROGRESS_EVERY
         while (found := look()) is None:
             waited = time.monotonic() - self.started
             if waited > timeout:
                 return None
             if waited > next_report:
                 report()
-                next_report += _PROGRESS_EVERY
+                next_report += timing.JOIN_PROGRESS_EVERY
             self._pause(next_key(), pause)
             if self.is_given_up.is_set():
                 raise RendezvousError("the rank was interrupted. Start the job again.")
@@ -380,7 +374,7 @@ class _Membership:
             return
         is_one_gone = isinstance(error, JobFailed) and error.error_type == DIED
         now = time.monotonic()
-        until, report_at = now + seconds, now + _QUIET
+        until, report_at = now + seconds, now + timing.JOIN_QUIET
         while time.monotonic() < until and not (with_all and self.is_given_up.is_set()):
             num_joined = count(self.store, protocol.JOINED)
             all_left = count(self.store, protocol.VERDICT_HEARD) + is_one_gone >= num_joined
@@ -391,7 +385,7 @@ class _Membership:
                 reason = str(error).partition("\n")[0]
                 logger.warning("%s Ending in %.0f s: ranks that are on their way will be told.", reason, seconds)
                 report_at = until
-            time.sleep(_SHORTEST_LIMIT)
+            time.sleep(timing.JOIN_SHORTEST_PAUSE)
 
 
 def _join(text: bytes, place: int) -> JoinRecord:

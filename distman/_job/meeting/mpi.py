@@ -11,6 +11,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from distman._base import timing
 from distman._base.text import printable
 from distman._coordination.timeouts import run_with_timeout
 from distman.environments import LaunchEnvironment
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PATIENCE = 5.0  # seconds for MPI to end a job; another thread may be in a call of MPI that does not return
 
 _REMEDY = (
     "Install mpi4py for this MPI in the environment of every rank, or set MASTER_ADDR to the name of rank "
@@ -121,4 +121,4 @@ def abort() -> None:
     """End the whole MPI job, where MPI is up, and this process with it."""
     # It takes some seconds where MPI itself is stuck; then this process has to end in another way.
     if is_up():
-        run_with_timeout(functools.partial(sys.modules["mpi4py.MPI"].COMM_WORLD.Abort, 1), _PATIENCE)
+        run_with_timeout(functools.partial(sys.modules["mpi4py.MPI"].COMM_WORLD.Abort, 1), timing.MPI_ABORT)

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distman._base import timing
 from distman._base.log import logger
 from distman._job.meeting.endpoint import UNIX, Endpoint, StillOpenError, enter, explain, nothing, show, url_of
 from distman._job.meeting.sockets import addresses_of, bind_listener, is_own
 from distman._store.client import Client
-from distman._store.dialing import PATIENCE, ForeignServiceError
+from distman._store.dialing import ForeignServiceError
 from distman._store.handshake import MEMBER, VISITOR
 from distman._store.process import listen_on_this_host
 from distman.errors import RendezvousError
@@ -26,8 +27,6 @@ from distman.errors import RendezvousError
 if TYPE_CHECKING:
     from distman._store.transport import Address
 
-_PAUSE = 0.01  # seconds between two tries for a place: a store takes milliseconds to start, and to end
-_ENDING = 2.0  # seconds for a store to end, or a service that closes connections; then it is in the way
 _DRAWN_BYTES = 8
 _LISTENS = "00010000"  # among the flags of /proc/net/unix, as __SO_ACCEPTCON in the kernel's linux/net.h
 _ANY_PORT = 0  # the system picks one
@@ -73,7 +72,7 @@ class OnThisHost(Endpoint):
         self, rank: int, timeout: float, *, failure: bytes = b"", meanwhile: Callable[[], None] = nothing
     ) -> tuple[Client, bool]:
         with self._alone():
-            client, _, _ = self.try_all(rank, PATIENCE)
+            client, _, _ = self.try_all(rank, timing.OPEN_LOOK)
             if client is not None:
                 return client, False
             name = self.new_name()
@@ -91,7 +90,7 @@ class OnThisHost(Endpoint):
     def _alone(self) -> Iterator[None]:
         """Let one process at a time look whether the store is open, and open it; a stranger cannot prevent it."""
         name = f"{self.prefix}turn"
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + timing.OPEN_LOOK
         with socket.socket(socket.AF_UNIX) as turn:
             while True:
                 try:
@@ -103,11 +102,11 @@ class OnThisHost(Endpoint):
                             "opening the job's store without a look at who else does: some process holds %s for %g s "
                             "(%s), and none of this job should",
                             show(name),
-                            PATIENCE,
+                            timing.OPEN_LOOK,
                             explain(error),
                         )
                         break
-                    time.sleep(_PAUSE)
+                    time.sleep(timing.OPEN_PAUSE)
             yield
 
 
@@ -134,14 +133,16 @@ class AtPorts(Endpoint):
                 if listener is not None:
                     return self._start_behind(listener, rank, timeout, failure, meanwhile), True
                 try:
-                    return enter(self.door_at((self.addresses[0], port)), MEMBER, rank, shuts=seconds > _ENDING), False
+                    return enter(
+                        self.door_at((self.addresses[0], port)), MEMBER, rank, shuts=seconds > timing.OPEN_ENDING
+                    ), False
                 except (OSError, ForeignServiceError, StillOpenError) as error:
                     taken[port] = error
             is_open = any(isinstance(error, StillOpenError) for error in taken.values())
             is_closing = any(isinstance(error, ConnectionError) for error in taken.values())
-            if seconds > timeout or not (is_open or (is_closing and seconds < _ENDING)):
+            if seconds > timeout or not (is_open or (is_closing and seconds < timing.OPEN_ENDING)):
                 raise RendezvousError(self._no_port(taken))
-            time.sleep(_PAUSE)
+            time.sleep(timing.OPEN_PAUSE)
 
     def _listen(self, port: int) -> socket.socket | None:
         """Return a socket that listens at a port of the endpoint's host, or None if it is taken."""

@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Mapping
 
+from distman._base import timing
 from distman._job.meeting import munge
 from distman._job.meeting.address import is_on_one_host, is_sent_over_mpi
 from distman._job.meeting.munge import CredentialError
@@ -32,7 +33,6 @@ _PAYLOAD = b"distman door 1\0"  # a credential that the user had made for anothe
 
 _DRAW = 'export DISTMAN_SECRET="$(openssl rand -hex 32)"'
 
-_AGENT_PATIENCE = 3.0  # seconds for an answer of the launcher's agent, which serves its store on this host
 OPEN_AGENTS = (
     "Nothing shows that the launcher's agents meet by a static rendezvous. By any other one (c10d, --standalone, or "
     "torchrun on one node without --master-port) every user and host that reaches an agent's port can run code as you. "
@@ -168,7 +168,7 @@ def _ask_agent(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Ag
     if environment.main_address is None or environment.main_port is None or environment.node_rank is None:
         return Agents.NOT_STATIC
     place, job_id = (environment.main_address, environment.main_port), _launchers_job_id(environment, environ)
-    is_static = is_static_rendezvous(place, job_id, environment.node_rank, _AGENT_PATIENCE)
+    is_static = is_static_rendezvous(place, job_id, environment.node_rank, timing.AGENT_ANSWER)
     return Agents.STATIC if is_static else Agents.NOT_STATIC
 
 

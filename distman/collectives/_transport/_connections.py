@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+from distman._base import timing
 from distman.collectives._transport._segments import Segment, Segments, mapped
 
 PIECE, IN_SEGMENT, IN_NEW_SEGMENT, WAS_READ = range(1, 5)
@@ -34,7 +35,6 @@ _READ_FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 _WRITE_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _ENDED = (errno.ECONNRESET, errno.EPIPE)  # the former: with something unread
 _LOOKS = 30  # before a wait sleeps, each of which gives the core away: a reply takes some tens of microseconds
-_SLEEP = 0.1  # seconds after which a wait looks whether another thread has read its message
 _SHORT_SLEEP = 0.001  # the same where another thread waits, too
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()
@@ -297,7 +297,7 @@ class Connections:
                 if not link.has_ended:
                     poll.register(link.socket, select.POLLIN | (select.POLLOUT if link.pending else 0))
         try:
-            longest = _SLEEP if self._num_asleep == 1 else _SHORT_SLEEP
+            longest = timing.TRANSPORT_SLEEP if self._num_asleep == 1 else _SHORT_SLEEP
             events = poll.poll(1000 * max(0.0, min(longest, deadline - time.monotonic())))
         finally:
             with self._lock:

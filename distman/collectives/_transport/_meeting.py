@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._job.groups.registry import Group, process_group_of
 from distman._store.handshake import MAC_BYTES, NO_SECRET, NONCE_BYTES, mac
 from distman._store.transport import BACKLOG, is_of_this_user
@@ -29,7 +30,6 @@ from distman.manager import DistributedManager
 
 _TAG = 2**31 - 2  # of the messages by which the ranks agree; those of collectives are drawn from as many numbers
 _SEND_BYTES = 212_992  # the kernel makes twice as many: with its default, 256 KiB take five times as long
-_PATIENCE = 3.0  # seconds to connect, where strangers wait too
 _PLACE = Struct(f"=?{NONCE_BYTES}s")
 
 
@@ -146,7 +146,7 @@ def _listener(address: bytes) -> socket.socket:
 
 def _dial_at(address: bytes, proof: bytes) -> socket.socket:
     with _closed_by_errors(_new_socket()) as one:
-        one.settimeout(_PATIENCE)
+        one.settimeout(timing.TRANSPORT_CONNECT)
         one.connect(address)
         if not is_of_this_user(one):
             raise PermissionError("another user listens there")

@@ -31,6 +31,7 @@ from pathlib import Path
 import h5py
 
 from distman import JobFailed, surviving_failure
+from distman._base import timing
 from distman._coordination.failure import hook
 from distman._coordination.failure.interruption import Interruption, Patience
 from distman._coordination.failure.record import FailureRecord
@@ -489,7 +490,7 @@ def deliver():
 def run(name):
     global interruption
     hook.install(report_error)
-    hook._END_LIMIT = 1.0 if name.startswith(("stuck", "fails_with_a_child")) else 60.0
+    timing.END_OF_PROCESS = 1.0 if name.startswith(("stuck", "fails_with_a_child")) else 60.0
     patience = Patience(to_handle=2.0, to_come=1.0, to_give_in=1.5, between_looks=0.02)
 
     def tell(error):

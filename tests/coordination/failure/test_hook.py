@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import distman
+from distman._base import timing
 from distman._coordination import timeouts
 from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import Delivery
@@ -88,8 +89,8 @@ def test_a_pipe_that_nobody_reads_delays_nothing(seen, monkeypatch):
                 os.write(writing, b"x" * 4096)
         os.set_blocking(writing, True)
         patched.setattr(sys, "stderr", stream)
-        patched.setattr(hook, "_PRINT_PATIENCE", 0.01)
-        patched.setattr(hook, "_PATIENCE", 0.01)
+        patched.setattr(timing, "PRINT", 0.01)
+        patched.setattr(timing, "WRITE", 0.01)
         ended_with = []
         patched.setattr(hook.os, "_exit", ended_with.append)
         fail()
@@ -115,7 +116,7 @@ def test_an_error_in_the_reporter_hides_nothing(monkeypatch):
 
 def test_a_process_is_ended_while_torch_prints_but_not_while_it_tells(monkeypatch):
     ended_with, is_waiting, has_ended = [], [], threading.Event()
-    monkeypatch.setattr(hook, "_PRINT_PATIENCE", 0.01)
+    monkeypatch.setattr(timing, "PRINT", 0.01)
     timeouts._end_threads()
     earlier = threading.enumerate()  # of other tests, some with nothing else to do
 
@@ -129,7 +130,7 @@ def test_a_process_is_ended_while_torch_prints_but_not_while_it_tells(monkeypatc
     def wait(seconds):
         is_waiting.append(not has_ended.wait(seconds))
 
-    hook.install(lambda _: wait(10 * hook._PRINT_PATIENCE))
+    hook.install(lambda _: wait(10 * timing.PRINT))
     variables = {"__name__": "torch.distributed.c10d_logger"}
     exec("def _excepthook(fail, write): fail(); write()", variables)  # noqa: S102 - of a module with that name
     variables["_excepthook"](fail, lambda: wait(60))

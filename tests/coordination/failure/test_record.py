@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from distman._coordination.failure import record as record_module
+from distman._base import timing
 from distman._coordination.failure.record import DIED, EXITED, LEFT, SILENT, FailureRecord
 from distman.errors import JobFailed, RankFailedError
 
@@ -66,7 +66,7 @@ def test_an_error_whose_text_never_ends_is_told_all_the_same(monkeypatch):
         def __str__(self):
             threading.Event().wait(60)
 
-    monkeypatch.setattr(record_module, "_TEXT_LIMIT", 0.01)
+    monkeypatch.setattr(timing, "ERROR_TEXT", 0.01)
     assert FailureRecord.of(EndlessError(), 0).error_text == "(its __str__ took more than 0.01 s)"
 
 

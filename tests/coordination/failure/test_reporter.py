@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure import hook, reporter as module
 from distman._coordination.failure.record import SILENT, FailureRecord
@@ -136,7 +137,7 @@ def test_a_store_that_does_not_answer_holds_nothing_up(capsys, monkeypatch):
             raise dist.DistNetworkError("Broken pipe")
 
     store = Stopped()
-    monkeypatch.setattr(module, "_PATIENCE", 0.01)
+    monkeypatch.setattr(timing, "PUBLISH", 0.01)
     monkeypatch.setattr(module, "late_after", lambda _: 0.0)
     monkeypatch.setattr(module, "failure_behind", lambda _: FailureRecord.read(store))
     hook.install(lambda _: None)
@@ -182,7 +183,7 @@ def test_an_error_that_says_nothing_is_told_all_the_same(store):
 def test_a_rank_leaves_its_group_and_stays_until_all_know(store, monkeypatch):
     """A launcher ends the others as soon as it ends."""
     monkeypatch.setattr(module, "is_watching", lambda: True)
-    monkeypatch.setattr(module, "_STAY", 60)
+    monkeypatch.setattr(timing, "STAY_TO_BE_READ", 60)
     report, done = reporter(store, num_others=2)
     finish = report(ValueError("boom"))
     assert FailureRecord.read(store).error_text == "boom"

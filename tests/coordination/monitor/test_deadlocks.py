@@ -54,7 +54,7 @@ def begin(monkeypatch, tmp_path):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
     monkeypatch.chdir(tmp_path)
     torch.save({}, "there.pt")
-    monkeypatch.setattr("distman._coordination.monitor.deadlocks._PATIENCE", SHORT)
+    monkeypatch.setattr("distman._base.timing.MUTUAL_WAIT", SHORT)
     return DistributedManager.initialize(timeout=60)
 
 

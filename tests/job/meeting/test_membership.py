@@ -13,6 +13,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._coordination import messages, protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._job.meeting import announced, early_failure, endpoint, membership
@@ -70,8 +71,8 @@ def test_all_learn_the_same_ranks(point, world_size):
 
 def test_the_store_tells_and_need_not_be_asked_again(point, monkeypatch):
     """Nobody would look again before the test is over."""
-    monkeypatch.setattr(membership, "_SHORTEST_LIMIT", 1e6)
-    monkeypatch.setattr(membership, "_LONGEST_LIMIT", 1e6)
+    monkeypatch.setattr(timing, "JOIN_SHORTEST_PAUSE", 1e6)
+    monkeypatch.setattr(timing, "JOIN_LONGEST_PAUSE", 1e6)
     results = gather(point, *(join_record(rank, 3) for rank in range(3)), timeout=20)
     assert [len(peers) for peers in results] == [3] * 3
 
@@ -370,14 +371,14 @@ def test_who_fails_before_it_joins_is_heard_over_the_agent_on_another_host(rank,
 
 
 def test_rank_zero_says_who_is_missing_while_it_waits(point, monkeypatch, caplog):
-    monkeypatch.setattr(membership, "_PROGRESS_EVERY", 0.1)
+    monkeypatch.setattr(timing, "JOIN_PROGRESS_EVERY", 0.1)
     gather(point, join_record(0, 2), timeout=2.0)
     assert "1 of 2 ranks joined" in caplog.text
     assert "missing: rank 1" in caplog.text
 
 
 def test_rank_zero_says_who_has_another_secret_while_it_waits(point, monkeypatch, caplog):
-    monkeypatch.setattr(membership, "_PROGRESS_EVERY", 0.1)
+    monkeypatch.setattr(timing, "JOIN_PROGRESS_EVERY", 0.1)
     same, other = (
         dataclasses.replace(point, protection=Protection(Source.VARIABLE, character * 32)) for character in (b"a", b"b")
     )

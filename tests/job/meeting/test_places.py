@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from distman._base import timing
 from distman._coordination import protocol
 from distman._job.meeting import endpoint, job_store, places
 from distman._job.meeting.places import AtPorts, OnThisHost
@@ -148,7 +149,7 @@ def test_the_store_of_an_earlier_start_is_not_taken_for_the_new_one(point, monke
 
 
 def test_the_store_of_an_earlier_start_is_named_though_it_answers_no_more_in_the_end(monkeypatch):
-    monkeypatch.setattr(endpoint, "_QUIET", -1.0)
+    monkeypatch.setattr(timing, "FIND_QUIET", -1.0)
     point = on_this_host()
     with opened(point) as host:
         monkeypatch.setattr(job_store, "_left", {host.session})
@@ -163,7 +164,7 @@ def test_the_store_of_an_earlier_start_is_named_though_it_answers_no_more_in_the
 @pytest.mark.parametrize("key", [protocol.LEFT, protocol.FAILURE])
 def test_a_job_of_which_a_rank_goes_on_leaves_its_place_to_the_next_start(point, key, monkeypatch):
     """A rank that saves something, or is stopped, keeps the store of a job that is over."""
-    monkeypatch.setattr(places, "_ENDING", 0.1)
+    monkeypatch.setattr(timing, "OPEN_ENDING", 0.1)
     with opened(point) as lingering:
         lingering.add(protocol.in_job(protocol.STARTED).encode(), 2)
         lingering.set(protocol.in_job(key).encode(), b"1")
@@ -212,7 +213,7 @@ def test_a_port_that_is_taken_is_passed_by(silent_port, free_port):
 
 
 def test_a_port_whose_service_sends_everybody_away_is_taken(monkeypatch):
-    monkeypatch.setattr(places, "_ENDING", 0.1)
+    monkeypatch.setattr(timing, "OPEN_ENDING", 0.1)
     with bind_listener("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as threads:
 
         def send_away():
@@ -247,7 +248,7 @@ def test_what_fails_while_the_store_starts_ends_it_and_leaves_its_place(point):
 
 
 def test_who_holds_up_the_first_look_is_told_of(monkeypatch, caplog):
-    monkeypatch.setattr(places, "PATIENCE", 0.1)
+    monkeypatch.setattr(timing, "OPEN_LOOK", 0.1)
     point = on_this_host()
     with socket.socket(socket.AF_UNIX) as turn:
         turn.bind(f"{point.prefix}turn")
@@ -259,7 +260,7 @@ def test_who_holds_up_the_first_look_is_told_of(monkeypatch, caplog):
 
 def test_what_others_listen_at_is_passed_by_and_named(monkeypatch, caplog):
     """Somebody else's process may take names that begin like this job's: the kernel says whose it is."""
-    monkeypatch.setattr(endpoint, "_QUIET", 0.0)
+    monkeypatch.setattr(timing, "FIND_QUIET", 0.0)
     point = on_this_host()
     listeners = [occupy(point) for _ in range(3)]
     with pytest.raises(RendezvousError, match="a program of another user listens there"):
@@ -287,8 +288,8 @@ def occupy(point, *, name="", backlog=64):
 
 def test_names_of_others_where_nobody_gets_his_turn_hold_up_nobody(monkeypatch):
     """All of them together may cost the patience for one: it is long here, and nobody waits it out in vain."""
-    monkeypatch.setattr(endpoint, "PATIENCE", 300.0)
-    monkeypatch.setattr(places, "PATIENCE", 0.2)  # here all is in vain
+    monkeypatch.setattr(timing, "DIAL", 300.0)
+    monkeypatch.setattr(timing, "OPEN_LOOK", 0.2)  # here all is in vain
     point = on_this_host()
     with contextlib.ExitStack() as stack:
         for _ in range(20):

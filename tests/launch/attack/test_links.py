@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distman._base import timing
 from distman._base.private_files import create_anew, open_itself, write_new
 from distman._cli.check import shared_folder
 from distman._cli.launch import command
@@ -118,7 +119,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("what", WRITERS)
 def test_nobody_goes_through_a_link(what, shared, kept, monkeypatch):
-    monkeypatch.setattr(shared_folder, "_PATIENCE", 0.0)
+    monkeypatch.setattr(timing, "CHECK_FOLDER", 0.0)
     for number, path in enumerate(plant(shared, kept, [f"name {number}" for number in range(TRIES)])):
         with pytest.raises((OSError, LaunchEnvironmentError)):
             WRITERS[what](path, number)
