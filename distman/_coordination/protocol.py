@@ -31,8 +31,14 @@ CLOSING is never set.
 
 A counter is a number that ``Store.add`` raises; a flag is a key whose presence alone counts; a list has a comma after
 each of its numbers. All other values are JSON or plain text, which ``messages.py`` reads, and never a pickle, which can
-run code. A key lives on until the store is closed, unless its entry says otherwise.
+run code. A key lives on until the store is closed, unless its entry says otherwise. Those that exist several times, by
+a name, a rank or a number, are made by functions.
 """
+
+from collections.abc import Callable
+
+ByName = Callable[[str], str]
+ByNumber = Callable[[int], str]
 
 # Prefixes: each is the part of a store that belongs to a job or a group.
 
@@ -42,44 +48,29 @@ def job(*parts: object) -> str:
     return "/".join(["distman", *map(str, parts)])
 
 
-def in_job(key: str) -> str:
-    """One of the keys below as it stands in the whole store, for a process that is not a rank yet."""
-    return f"{job()}/{key}"
+in_job: ByName = "distman/{}".format
+"""One of the keys below as it stands in the whole store, for a process that is not a rank yet."""
 
+store_address: Callable[[str, int], str] = "distman/{}/start {}".format  # job id, start
+"""In the store of a launcher's agent: where rank 0 has opened the job's own at this start."""
 
-def store_address(job_id: str, start: int) -> str:
-    """In the store of a launcher's agent: where rank 0 has opened the job's own at this start."""
-    return f"distman/{job_id}/start {start}"
+start_failure: Callable[[str, str], str] = "distman/{}/start failure {}".format  # job id, restart
+"""There: the ``FailureRecord`` of the first rank that failed before it joined; all that wait to meet read it."""
 
+opener_beside: ByName = "{}/opener".format
+"""In the store of a process group of other code: the rank that opens the job's own, in words, the first to come."""
 
-def start_failure(job_id: str, restart: str) -> str:
-    """There: the ``FailureRecord`` of the first rank that failed before it joined; all that wait to meet read it."""
-    return f"distman/{job_id}/start failure {restart}"
-
-
-def opener_beside(job: str) -> str:
-    """In the store of a process group of other code: the rank that opens the job's own, in words, the first to come."""
-    return f"{job}/opener"
-
-
-def store_beside(job: str) -> str:
-    """There: where the job's own is and what lets in there, or why it could not be opened. The opener writes it."""
-    return f"{job}/store"
-
+store_beside: ByName = "{}/store".format
+"""There: where the job's own is and what lets in there, or why it could not be opened. The opener writes it."""
 
 PROCESS_GROUP = "group"
 """What torch keeps for the default process group."""
 
+group: ByName = "group {}".format
+"""The members of a process group, by the group's name."""
 
-def group(name: str) -> str:
-    """The members of a process group, by the group's name."""
-    return f"group {name}"
-
-
-def node(first_rank: int) -> str:
-    """The ranks of one host, by the smallest of them."""
-    return f"node {first_rank}"
-
+node: ByNumber = "node {}".format
+"""The ranks of one host, by the smallest of them."""
 
 # Joining, until the verdict.
 
@@ -110,11 +101,8 @@ TURNED_AWAY = "turned away"
 """Counter of processes that did not join, because they failed before, or were told that another one had. Each adds
 itself, or rank 0 does it for one that has told of its failure elsewhere; the opener waits for it."""
 
-
-def join_record(place: int) -> str:
-    """A ``JoinRecord``, by arrival, since two processes may claim one rank; rank 0 reads it, and ranks that give up."""
-    return f"join record/{place}"
-
+join_record: ByNumber = "join record/{}".format
+"""A ``JoinRecord``, by arrival, since two processes may claim one rank; rank 0 reads it, and ranks that give up."""
 
 # The life of a rank.
 
@@ -136,11 +124,8 @@ JOB_ENDER = "job ender"
 """The rank that finds out, after a failure, whether one that does nothing would keep the launcher waiting: the first
 one that knows of the failure and can look, the failing one perhaps."""
 
-
-def straggler_ender(first_rank: int) -> str:
-    """The rank of a host that ends those which do not react to a failure: the first one that looks."""
-    return f"straggler ender {first_rank}"
-
+straggler_ender: ByNumber = "straggler ender {}".format
+"""The rank of a host that ends those which do not react to a failure: the first one that looks."""
 
 FAILURE_SEEN = "failure seen"
 """Counter of ranks that know of FAILURE and have not left since, without the one that failed. Each adds itself; the
@@ -158,25 +143,18 @@ GONE = "gone"
 """Counter of ranks that need the store no more. Each adds itself, once; its holder waits for all others, and adds
 itself only if it does not watch."""
 
+left: ByNumber = "left/{}".format
+"""Flag: this rank left the job of its own accord. Its watcher and the process of the store read it."""
 
-def left(rank: int) -> str:
-    """Flag: this rank left the job of its own accord. Its watcher and the process of the store read it."""
-    return f"left/{rank}"
+beat: ByNumber = "beat/{}".format
+"""Sign of life: the time, a space, and what the rank waits in.
 
+Its watcher writes it, and deletes it when it gives up, or the rank knows of FAILURE; the rank before reads it, and
+after a failure the ranks that look for stragglers.
+"""
 
-def beat(rank: int) -> str:
-    """Sign of life: the time, a space, and what the rank waits in.
-
-    Its watcher writes it, and deletes it when it gives up, or the rank knows of FAILURE; the rank before reads it, and
-    after a failure the ranks that look for stragglers.
-    """
-    return f"beat/{rank}"
-
-
-def peer_address(rank: int) -> str:
-    """Hosts and port at which the rank shows its presence; after a failure, or before a firewall, others read it."""
-    return f"peer address/{rank}"
-
+peer_address: ByNumber = "peer address/{}".format
+"""Hosts and port at which the rank shows its presence; after a failure, or before a firewall, others read it."""
 
 # Hangs.
 
@@ -187,21 +165,14 @@ more."""
 QUERY_NUMBERS = "query numbers"
 """Counter that numbers the queries."""
 
+queries: ByNumber = "queries {}".format
+"""List of the queries where this rank is. Each rank that asks appends one; its watcher answers the new ones."""
 
-def queries(rank: int) -> str:
-    """List of the queries where this rank is. Each rank that asks appends one; its watcher answers the new ones."""
-    return f"queries {rank}"
+answered: ByNumber = "answered {}".format
+"""Counter of ranks that answered a query. The rank that asked waits for all of them, and deletes it."""
 
-
-def answered(number: int) -> str:
-    """Counter of ranks that answered a query. The rank that asked waits for all of them, and deletes it."""
-    return f"answered {number}"
-
-
-def answer(number: int, rank: int) -> str:
-    """An ``Answer``. The watcher of that rank writes it; the rank that asked reads and deletes it, if it is in time."""
-    return f"answer {number}/{rank}"
-
+answer: Callable[[int, int], str] = "answer {}/{}".format  # number, rank
+"""An ``Answer``. The watcher of that rank writes it; the rank that asked reads and deletes it, if it is in time."""
 
 # Slow ranks.
 
@@ -219,21 +190,14 @@ def step_times(rank: int) -> str:
 
 # Ranks that wait for each other.
 
+waiting: ByNumber = "waiting {}".format
+"""What a rank has been waiting in for a second. Its watcher writes it, and deletes it when the wait is over."""
 
-def waiting(rank: int) -> str:
-    """What a rank has been waiting in for a second. Its watcher writes it, and deletes it when the wait is over."""
-    return f"waiting {rank}"
+suspected: ByNumber = "suspected {}".format
+"""Ranks that wait for this one, which seems to wait for them in another call: each watcher appends a line."""
 
-
-def suspected(rank: int) -> str:
-    """Ranks that wait for this one, which seems to wait for them in another call: each watcher appends a line."""
-    return f"suspected {rank}"
-
-
-def deadlock(key: str) -> str:
-    """Why those that wait in something wait for ever. A watcher writes it, all that wait there read it."""
-    return f"deadlock {key}"
-
+deadlock: ByName = "deadlock {}".format
+"""Why those that wait in something wait for ever. A watcher writes it, all that wait there read it."""
 
 # Calls that a rank refuses.
 
@@ -243,26 +207,17 @@ REFUSAL_NUMBERS = "refusal numbers"
 REFUSALS = "refusals"
 """List of the refusals. A rank that refuses appends one that is written; watchers look at those they have not seen."""
 
+refusal: ByNumber = "refusal {}".format
+"""A ``Refusal``. The rank that refuses a call writes it, and deletes it when the others have answered."""
 
-def refusal(number: int) -> str:
-    """A ``Refusal``. The rank that refuses a call writes it, and deletes it when the others have answered."""
-    return f"refusal {number}"
+refusal_answer: Callable[[int, int], str] = "refusal {}/{}".format  # number, rank
+"""A ``Posted``. The watcher of that rank writes it; the rank that refuses reads and deletes it."""
 
+asker: ByName = "{}/asker".format
+"""The one rank that asks where those are that did not come: the first one."""
 
-def refusal_answer(number: int, rank: int) -> str:
-    """A ``Posted``. The watcher of that rank writes it; the rank that refuses reads and deletes it."""
-    return f"refusal {number}/{rank}"
-
-
-def asker(operation: str) -> str:
-    """The one rank that asks where those are that did not come: the first one."""
-    return f"{operation}/asker"
-
-
-def places(operation: str) -> str:
-    """What the asker found out, as pairs of rank and place. It writes it, all that came read it."""
-    return f"{operation}/places"
-
+places: ByName = "{}/places".format
+"""What the asker found out, as pairs of rank and place. It writes it, all that came read it."""
 
 # Operations of several ranks: each has a name of its own, which is also what messages call it.
 
@@ -272,30 +227,20 @@ def barrier(number: int, name: str | None) -> str:
     return f"barrier {number}" + (f" {name!r}" if name else "")
 
 
-def groups(number: int) -> str:
-    """The decision which groups to make."""
-    return f"groups {number}"
+groups: ByNumber = "groups {}".format
+"""The decision which groups to make."""
 
+groups_made: ByNumber = "groups {} made".format
+"""The decision to go on with these groups."""
 
-def groups_made(number: int) -> str:
-    """The decision to go on with these groups."""
-    return f"groups {number} made"
+first_use: ByName = "the first use of group {}".format
+"""The first use of a group that is made then."""
 
+collective: Callable[[int, object], str] = "collective {} of group {}".format  # number, group
+"""The comparison of a collective's calls in debug mode."""
 
-def first_use(group: str) -> str:
-    """The first use of a group that is made then."""
-    return f"the first use of group {group}"
-
-
-def collective(number: int, group: object) -> str:
-    """The comparison of a collective's calls in debug mode."""
-    return f"collective {number} of group {group}"
-
-
-def section(depth: int) -> str:
-    """The exclusive sections of a group, a sequence of operations; nested ones have keys of their own."""
-    return f"section {depth}"
-
+section: ByNumber = "section {}".format
+"""The exclusive sections of a group, a sequence of operations; nested ones have keys of their own."""
 
 JOINT_ERRORS = "joint error"
 """Errors that left a joint block, a sequence of operations. Each member that raised appends itself to what arrived
@@ -319,112 +264,75 @@ STOP_END = "stop/end"
 STOP_STEP = "stop/step"
 """The step at which the first rank stopped. All compare theirs."""
 
+stop_passed: ByNumber = "stop/passed {}".format
+"""The last step that a rank passed before it heard of a stop, or left; null for none. The last one reads all."""
 
-def stop_passed(rank: int) -> str:
-    """The last step that a rank passed before it heard of a stop, or left; null for none. The last one reads all."""
-    return f"stop/passed {rank}"
+nth: Callable[[str, int], str] = "{} {}".format  # sequence, number
+"""An operation of a sequence. It is deleted once all ranks have asked for a later page of keys."""
 
-
-def nth(sequence: str, number: int) -> str:
-    """An operation of a sequence. It is deleted once all ranks have asked for a later page of keys."""
-    return f"{sequence} {number}"
-
-
-def page(sequence: str, number: int) -> str:
-    """Counter of ranks that began a page of keys. Each adds itself; the last one deletes it and the page before."""
-    return f"{sequence} page {number}"
-
+page: Callable[[str, int], str] = "{} page {}".format  # sequence, number
+"""Counter of ranks that began a page of keys. Each adds itself; the last one deletes it and the page before."""
 
 # Keys of one operation. The last rank to leave deletes them, unless it was given up or it says otherwise.
 
+arrived: ByName = "{}/arrived".format
+"""List of the members that came to a barrier, or raised a joint error, whose list is deleted with its page."""
 
-def arrived(operation: str) -> str:
-    """List of the members that came to a barrier, or raised a joint error, whose list is deleted with its page."""
-    return f"{operation}/arrived"
+outcome: ByName = "{}/outcome".format
+"""Whether a barrier is open, or which members are missing and a ``FailureRecord``.
 
+The last rank to come writes it, or the one that gives up; all read it.
+"""
 
-def outcome(operation: str) -> str:
-    """Whether a barrier is open, or which members are missing and a ``FailureRecord``.
+passages: ByName = "{}/passages".format
+"""Counter of a barrier: each member adds one when it comes and one when it leaves, so that the last one knows.
 
-    The last rank to come writes it, or the one that gives up; all read it.
-    """
-    return f"{operation}/outcome"
+It is far below zero where the barrier was given up.
+"""
 
+late: ByName = "{}/late".format
+"""The one rank that looks which ranks are missing at a barrier: the first one that has waited for too long."""
 
-def passages(operation: str) -> str:
-    """Counter of a barrier: each member adds one when it comes and one when it leaves, so that the last one knows.
+first_proposal: ByName = "{}/first".format
+"""What the first rank at a decision wants: rank, digest and text. All read it."""
 
-    It is far below zero where the barrier was given up.
-    """
-    return f"{operation}/passages"
+other_proposal: ByName = "{}/other".format
+"""What the first rank wants that wants something else. All read it."""
 
+call: Callable[[str, int], str] = "{}/call {}".format  # operation, index
+"""What a member compares, by name, and where it is in the program. All read it."""
 
-def late(operation: str) -> str:
-    """The one rank that looks which ranks are missing at a barrier: the first one that has waited for too long."""
-    return f"{operation}/late"
+failure_of: ByName = "{}/failure".format
+"""The ``FailureRecord`` of the first member that failed. All read it; the making of a group ends by it."""
 
+read_by: ByName = "{}/read".format
+"""Counter of ranks that have read all of the above."""
 
-def first_proposal(operation: str) -> str:
-    """What the first rank at a decision wants: rank, digest and text. All read it."""
-    return f"{operation}/first"
+done_by: ByName = "{}/done by".format
+"""List of the ranks that have done their part of an exclusive section of several. It is deleted with its page."""
 
+done: ByName = "{} count".format
+"""Counter of these.
 
-def other_proposal(operation: str) -> str:
-    """What the first rank wants that wants something else. All read it."""
-    return f"{operation}/other"
-
-
-def call(operation: str, index: int) -> str:
-    """What a member compares, by name, and where it is in the program. All read it."""
-    return f"{operation}/call {index}"
-
-
-def failure_of(operation: str) -> str:
-    """The ``FailureRecord`` of the first member that failed. All read it; the making of a group ends by it."""
-    return f"{operation}/{FAILURE}"
-
-
-def read_by(operation: str) -> str:
-    """Counter of ranks that have read all of the above."""
-    return f"{operation}/read"
-
-
-def done_by(operation: str) -> str:
-    """List of the ranks that have done their part of an exclusive section of several. It is deleted with its page."""
-    return f"{operation}/done by"
-
-
-def done(operation: str) -> str:
-    """Counter of these.
-
-    The section's own key holds its name, and the ``FailureRecord`` of a rank that failed, or null. Both are deleted
-    with their page.
-    """
-    return f"{operation} count"
-
+The section's own key holds its name, and the ``FailureRecord`` of a rank that failed, or null. Both are deleted
+with their page.
+"""
 
 # What the threads exchange that write a checkpoint in parts.
 
+part: Callable[[str, int], str] = "{}/part {}".format  # folder, rank
+"""What a rank has written of a checkpoint; nothing where it failed, and ``failure_of(folder)`` has the reason.
 
-def part(folder: str, rank: int) -> str:
-    """What a rank has written of a checkpoint; nothing where it failed, and ``failure_of(folder)`` has the reason.
-
-    The thread of that rank writes it; that of rank 0 reads and deletes it, unless the save was given up.
-    """
-    return f"{folder}/part {rank}"
-
+The thread of that rank writes it; that of rank 0 reads and deletes it, unless the save was given up.
+"""
 
 # What commands exchange.
 
 STANDING_STILL = "who stands still"
 """Why a step of a command ended early, in words. The first rank that knows writes it, all read it."""
 
+report: Callable[[int, str, int], str] = "report {} of {}/{}".format  # number, name, rank
+"""What a rank found out. It writes it; rank 0 reads and deletes it."""
 
-def report(number: int, name: str, rank: int) -> str:
-    """What a rank found out. It writes it; rank 0 reads and deletes it."""
-    return f"report {number} of {name}/{rank}"
-
-
-def message(number: int, name: str) -> str:
-    """What rank 0 has to say. It writes it, all others read it."""
-    return f"message {number} of {name}"
+message: Callable[[int, str], str] = "message {} of {}".format  # number, name
+"""What rank 0 has to say. It writes it, all others read it."""
