@@ -329,7 +329,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             raise_if_failed()
             if store_group is not None:
                 key = protocol.barrier(next(job.barriers[name]), name)
-                locate = functools.partial(self._state.watcher.locate, key) if self._state.watcher is not None else None
+                locate = self._state.watcher.locate if self._state.watcher is not None else None
                 wait_for_all(store_group, key, timeout=seconds, locate=locate)
 
     def check_replicas(

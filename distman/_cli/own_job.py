@@ -89,7 +89,7 @@ def own_fault(error: BaseException, manager: DistributedManager) -> str:
 def _who_stands_still(manager: DistributedManager, reason: str) -> str:
     watcher = manager._state.watcher
     others = [rank for rank in range(manager.world_size) if rank != manager.rank]
-    places = watcher.locate(protocol.STANDING_STILL, others) if watcher is not None else {}
+    places = watcher.locate(others) if watcher is not None else {}
     silent = {rank: place for rank, place in places.items() if place.startswith(NO_ANSWER)}
     shown = [f"{manager.roll_call[rank]}, {place}" for rank, place in (silent or places).items()]
     where = named(shown, "; ")

@@ -213,12 +213,6 @@ refusal: ByNumber = "refusal {}".format
 refusal_answer: Callable[[int, int], str] = "refusal {}/{}".format  # number, rank
 """A ``Posted``. The watcher of that rank writes it; the rank that refuses reads and deletes it."""
 
-asker: ByName = "{}/asker".format
-"""The one rank that asks where those are that did not come: the first one."""
-
-places: ByName = "{}/places".format
-"""What the asker found out, as pairs of rank and place. It writes it, all that came read it."""
-
 # Operations of several ranks: each has a name of its own, which is also what messages call it.
 
 
@@ -327,9 +321,6 @@ The thread of that rank writes it; that of rank 0 reads and deletes it, unless t
 """
 
 # What commands exchange.
-
-STANDING_STILL = "who stands still"
-"""Why a step of a command ended early, in words. The first rank that knows writes it, all read it."""
 
 report: Callable[[int, str, int], str] = "report {} of {}/{}".format  # number, name, rank
 """What a rank found out. It writes it; rank 0 reads and deletes it."""

@@ -34,7 +34,6 @@ TAKE_KEYS = {
     "consensus.agree": (0, "key"),
     "consensus.compare": (0, "key"),
     "consensus.require_success": (0, "key"),
-    "watcher.locate": (0, "operation"),
 }
 """What hands a key on to a store: where its argument stands, and how it is called."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import json
 import os
 import threading
 import time
@@ -18,12 +17,12 @@ import torch.distributed as dist
 from distman._base import timing
 from distman._base.log import logger
 from distman._base.process_state import puts_back
-from distman._base.text import Line, printable
+from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.interruption import Interruption
 from distman._coordination.failure.record import EXITED, LEFT, FailureRecord
-from distman._coordination.messages import count, decode, decode_index, is_first, read_at_once
+from distman._coordination.messages import count, decode_index, read_at_once
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after, wait_until_known
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
@@ -249,17 +248,10 @@ class Watcher:
         answers = StackQueries(self.store, self.rank).ask(ranks, self._answer_patience)
         return [answer.seconds for answer in answers.values()]
 
-    def locate(self, operation: str, ranks: Sequence[int]) -> dict[int, str]:
-        """Return where ranks are, such as ``in all_gather_v at train.py:31 for 12 s``; one rank asks for all."""
-        store, found = self.store, protocol.places(operation)
-        if is_first(store, protocol.asker(operation), self.rank):
-            answers = StackQueries(store, self.rank).ask(ranks, self._answer_patience)
-            places = {rank: answers[rank].place if rank in answers else self._last_seen(rank) for rank in ranks}
-            store.set(found, json.dumps(list(places.items())))
-            return places
-        if not store.has_come([found], self._answer_patience + self._patience):
-            return {}
-        return dict(decode(store.get(found), list[tuple[int, Line]], f"where the ranks missing at {operation} are"))
+    def locate(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return where ranks are, such as ``in all_gather_v at train.py:31 for 12 s``."""
+        answers = StackQueries(self.store, self.rank).ask(ranks, self._answer_patience)
+        return {rank: answers[rank].place if rank in answers else self._last_seen(rank) for rank in ranks}
 
     @property
     def _answer_patience(self) -> float:
