@@ -140,7 +140,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 f"{tracking.call_site()}. Move it out of the signal handler or destructor."
             )
         with _lifecycle.alone():
-            if cls.is_initialized() and tracking.is_outside() and cls()._state.job.rendezvous is None:
+            if cls.is_initialized() and tracking.is_outside() and cls()._state.job.backend is None:
                 cls._forget(cls()._state.job)  # forked from a process that was alone: it may become a rank of its own
             if not cls.is_initialized():
                 close_kept()
@@ -191,7 +191,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 job=job,
                 groups=Groups(job),
                 watcher=watcher,
-                stop=StopAgreement(job.store_group() if job.world_size > 1 else None, signals, time_limit, stop_margin),
+                stop=StopAgreement(job.store_group(), signals, time_limit, stop_margin),
                 find_unused_parameters=find_unused,
             )
             if seed is not None:
@@ -254,9 +254,9 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         else:
             cls._forget(state.job)
         error, rendezvous = sys.exc_info()[1], state.job.rendezvous
-        if error is None or rendezvous is None:
+        if error is None:
             hook.set_reporter(None)
-        else:  # while the watcher can still say where the error comes from
+        elif rendezvous is not None:  # while the watcher can still say where the error comes from
             reporter = reporter_of(state.job, rendezvous, failure_behind(error), state.watcher)
             hook.set_reporter_for(error, reporter)
         hook.set_thread_reporter(None)
@@ -275,7 +275,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         cls._shared_state.clear()
         atexit.unregister(cls._cleanup_at_exit)
         log.set_rank(None)
-        if job.rendezvous is None or not tracking.is_outside():
+        if job.backend is None or not tracking.is_outside():
             tracking.leave_rank_process()
 
     @classmethod

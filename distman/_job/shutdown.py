@@ -40,10 +40,12 @@ def leave(job: Job, watcher: Watcher | None) -> None:
     # It waits some seconds at most for ranks that are still starting: they connect to this one, and would take it for
     # dead. A rank that holds the store waits as long for the others to leave, unless one of them fails, or an exception
     # ends the program.
-    rendezvous = job.rendezvous
+    rendezvous, is_failing = job.rendezvous, sys.exc_info()[1] is not None
     if rendezvous is None:
+        if dist.is_initialized() and job.backend is not None and not job.is_adopted:
+            end_groups(None, job.device, aborts=is_failing)
+            wait_for_gloo()
         return
-    is_failing = sys.exc_info()[1] is not None
     stays = job.holds_store and not is_failing
     if watcher is not None and not stays:
         watcher.stop()
@@ -132,8 +134,6 @@ def _serve_the_others(job: Job, store: TorchStore, watcher: Watcher | None) -> N
 def _announce_closing(job: Job, store: TorchStore, watcher: Watcher | None) -> None:
     if watcher is not None:
         watcher.stop()
-    if job.world_size == 1:
-        return
     store.set(protocol.CLOSING, "yes")
     count(store, protocol.NEWS, 1)
     _wait_for_all_at(store, protocol.GONE, job.world_size - 1 + (watcher is None), late_after(job.world_size))

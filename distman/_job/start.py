@@ -18,6 +18,7 @@ from distman._base import timing
 from distman._base.process_state import keep_garbage_from_children
 from distman._coordination import protocol
 from distman._coordination.failure import hook
+from distman._coordination.failure.error_file import write_error_file
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.reporter import JobReporter
 from distman._coordination.messages import count
@@ -25,17 +26,17 @@ from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.current_watcher import failure_behind, look_after_others, watch_collectives
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched
 from distman._coordination.restart_notes import note_host
-from distman._job.device import backend_for, is_pure_gloo, pick_device, wait_for
+from distman._job.device import backend_for, is_pure_gloo, wait_for
 from distman._job.group_end import end_groups
 from distman._job.interface import choose_interface, forget_interface, stay_on_this_host
 from distman._job.job import Job, Limits, abort_job
 from distman._job.meeting import mpi
 from distman._job.meeting.announced import ADOPTED, open_beside
 from distman._job.meeting.endpoint import UNIX, nothing
-from distman._job.meeting.join import Rendezvous, join, join_at, join_record_of, keep_store
+from distman._job.meeting.join import Rendezvous, join, join_at, join_record_of, warn_of_strangers
 from distman._job.meeting.join_record import JoinRecord
 from distman._job.meeting.peers import complete
-from distman._job.meeting.secret import check_adoption
+from distman._job.meeting.secret import Protection, Source, check_adoption, find_agents
 from distman._job.walls import within_rendezvous
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import (
@@ -61,8 +62,8 @@ def start(
     """Bring the ranks together and make the process group; on one process without a launcher, make none."""
     # The ranks watch each other while they make it: each waits for all others then, in native code. Without
     # ``watch_limits`` they do not watch each other.
-    if not environment.is_launched:
-        return _job_of_one(environment, requested, limits), None
+    if environment.world_size == 1:
+        return _start_alone(environment, backend, requested, limits), None
     keep_garbage_from_children()
 
     def leave_it_to_the_meeting() -> None:
@@ -100,7 +101,7 @@ def start(
         hook.set_reporter(reporter_of(job, rendezvous))
         rendezvous.job_store.leave_will(rendezvous.store, peer, unless=protocol.left(peer.rank))
         watcher = watch(job, watch_limits)
-        _make_process_group(job, rendezvous.store, rendezvous.job_store.url)
+        _meet_in_process_group(job, rendezvous.store, rendezvous.job_store.url)
         count(rendezvous.store, protocol.STARTED, 1)
         if peer.local_rank == 0:
             note_host([one.rank for one in rendezvous.peers if one.node_rank == peer.node_rank])
@@ -116,6 +117,8 @@ def start(
 def undo(job: Job, watcher: Watcher | None, error: BaseException, cause: FailureRecord | None = None) -> None:
     """Tell the others why a start failed after all, and leave no trace of it; what other code made stays."""
     if job.rendezvous is None:
+        if not job.is_adopted:
+            _leave_group(job)
         return
     # The program may handle the error and start again: the launcher does nothing, and a group of other code stays.
     tell = dataclasses.replace(reporter_of(job, job.rendezvous, cause), abort_job=lambda _: None)
@@ -151,7 +154,8 @@ def adopt(
     device = requested or _bound_device() or (None if "nccl" in backend else torch.device("cpu"))
     me = join_record_of(environment, os.environ, device=device, backend=backend)
     unreachable_after = watch_limits.unreachable if watch_limits else timing.UNREACHABLE_UNWATCHED
-    rendezvous = None if dist.get_backend() == "fake" else _join_in_group(me, limits, unreachable_after)
+    is_alone = world_size == 1 or dist.get_backend() == "fake"
+    rendezvous = None if is_alone else _join_in_group(me, limits, unreachable_after)
     peers = rendezvous.peers if rendezvous else complete([me])
     peer = next(peer for peer in peers if peer.rank == rank)
     job = Job(
@@ -169,6 +173,8 @@ def adopt(
     if rendezvous is not None:
         hook.set_reporter(reporter_of(job, rendezvous))
         rendezvous.job_store.leave_will(rendezvous.store, peer, unless=protocol.left(peer.rank))
+    elif world_size == 1:
+        hook.set_reporter(_tell_starter)
     return job
 
 
@@ -186,7 +192,7 @@ def _make_current(device: torch.device) -> None:
 
 def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
     """Begin to watch the other ranks; return None where there are none, or watching is switched off."""
-    if job.rendezvous is None or job.world_size == 1:
+    if job.rendezvous is None:
         return None
     if limits is None:
         announce_unwatched(job.rendezvous.store, job.peer.rank)
@@ -220,15 +226,34 @@ def _left_to_themselves(job: Job) -> tuple[int, ...]:
     return job.roll_call.beside(job.peer) if is_left else ()
 
 
-def _job_of_one(environment: LaunchEnvironment, requested: torch.device | None, limits: Limits) -> Job:
-    hook.set_reporter(None)  # no other rank has to hear of a failure
-    device = requested or pick_device()
+def _start_alone(
+    environment: LaunchEnvironment, backend: str | None, requested: torch.device | None, limits: Limits
+) -> Job:
+    """Return the job of a process that meets nobody. It has a process group where a launcher has started it."""
+    peers = complete([join_record_of(environment, os.environ, device=requested, backend=backend)])
+    device = torch.device(peers[0].device)
     _make_current(device)
-    peers = complete([join_record_of(environment, os.environ, device=device, backend=None)])
-    return Job(peers[0], 1, device, None, limits, peers, environment)
+    if not environment.is_launched:
+        hook.set_reporter(None)  # nobody has to hear of a failure
+        return Job(peers[0], 1, device, None, limits, peers, environment)
+    keep_garbage_from_children()
+    hook.set_reporter(_tell_starter)
+    protection = Protection(Source.KERNEL, agents=find_agents(environment, os.environ))  # it has no door
+    warn_of_strangers(protection, environment, os.environ)
+    job = Job(peers[0], 1, device, backend or backend_for(device), limits, peers, environment)
+    with counting_no_failed_group(), meeting_in_few_calls():
+        _init_process_group(job, dist.HashStore())
+    note_host([0])
+    return job
 
 
-def _make_process_group(job: Job, store: TorchStore, url: str) -> None:
+def _tell_starter(error: BaseException) -> None:
+    """Say why the only rank of a job fails, where its starter reads it."""
+    record = FailureRecord.of(error, 0)
+    write_error_file(0, record, record)
+
+
+def _meet_in_process_group(job: Job, store: TorchStore, url: str) -> None:
     _make_current(job.device)
     if url.startswith(UNIX):
         stay_on_this_host()
@@ -239,8 +264,6 @@ def _make_process_group(job: Job, store: TorchStore, url: str) -> None:
             _init_process_group(job, store)
         else:
             within_rendezvous(lambda: _init_process_group(job, store), job, store)
-    if job.backend is not None and is_pure_gloo(job.backend) and dist.group.WORLD is not None:
-        make_gloo_default(dist.group.WORLD)
 
 
 def _init_process_group(job: Job, store: dist.Store) -> None:
@@ -253,6 +276,8 @@ def _init_process_group(job: Job, store: dist.Store) -> None:
         timeout=timedelta(seconds=job.limits.collective),
         device_id=job.device if job.device.type == "cuda" else None,
     )
+    if job.backend is not None and is_pure_gloo(job.backend) and dist.group.WORLD is not None:
+        make_gloo_default(dist.group.WORLD)
 
 
 def _other_hosts(job: Job, url: str) -> Iterator[str]:
@@ -268,10 +293,7 @@ def _join_in_group(me: JoinRecord, limits: Limits, unreachable_after: float) -> 
     if group is None:
         raise DistmanError("the default process group must exist to be adopted, got none. Create it first.")
     name = protocol.job(next(_adoptions.setdefault(group, itertools.count())))
-    if me.world_size == 1:
-        job_store = keep_store(limits.rendezvous)
-    else:
-        job_store = open_beside(default_store(), name, me.rank, limits.rendezvous, unreachable_after)
+    job_store = open_beside(default_store(), name, me.rank, limits.rendezvous, unreachable_after)
     return join_at(job_store, me, timeout=limits.rendezvous, source=ADOPTED, environ=os.environ)
 
 

@@ -28,8 +28,57 @@ _MILLISECONDS = 1000
 _MOST_MILLISECONDS = 1 << 53  # longer than anybody waits, and exact as a number of seconds
 
 
-class Calls:
-    """What may be asked of a store; a subclass says how it is asked."""
+class Client:
+    """A process's access to the store of its job."""
+
+    def __init__(self, door: Door, role: int = MEMBER, rank: int = -1) -> None:
+        self.door = door
+        self._rank = rank
+        self._lock = threading.RLock()
+        self._first, secret = self._dial(role)
+        self.door = dataclasses.replace(door, secret=secret, read=None, in_line=None)
+        self._all = [self._first]
+        self._idle: list[Connection] = []
+        self._calls: Connection | None = self._first
+
+    @property
+    def session(self) -> str:
+        """Name of this opening of the store."""
+        return self._first.answer.session.decode()
+
+    @property
+    def unreachable_after(self) -> float:
+        """Seconds after which a host is given up that acknowledges nothing."""
+        return self.door.unreachable_after
+
+    @property
+    def store_pid(self) -> int:
+        """The process that serves the store."""
+        return self._first.answer.pid
+
+    @property
+    def failure(self) -> bytes:
+        """What a rank that failed had left when this process came; empty without one."""
+        return self._first.answer.failure
+
+    @property
+    def job_key(self) -> bytes:
+        """The key that the ranks of this session share with nobody; empty where there is no secret to make it from."""
+        if self.door.secret:
+            return job_key(self.door.secret, self._first.answer.session)
+        return self._first.answer.drawn_key
+
+    def again(self, role: int, patience: float = math.inf) -> Client:
+        """Return another access to the same store, with connections of its own; give up a reply after some seconds."""
+        self._first.raise_if_lost()  # a forked child must not dial for itself
+        other = self._until_let_in(lambda: Client(self.door, role, self._rank))
+        other._first.patience = patience
+        return other
+
+    def close(self) -> None:
+        """Close all connections; calls in other threads end with an error."""
+        for connection in self._all:
+            connection.close()
 
     @property
     def num_unproved(self) -> int:
@@ -104,71 +153,6 @@ class Calls:
     def shut(self) -> None:
         """Let nobody in any more; the address is free when this returns."""
         self._call(frames.SHUT)
-
-    def _call(self, operation: int, *fields: bytes) -> bytes:
-        """Make a call that is answered at once."""
-        raise NotImplementedError
-
-    def _post(self, operation: int, *fields: bytes) -> None:
-        """Make a call that is not answered."""
-        raise NotImplementedError
-
-    def _wait_for(self, operation: int, seconds: float, *fields: bytes) -> bytes:
-        """Make a call that may take long."""
-        raise NotImplementedError
-
-
-class Client(Calls):
-    """A process's access to the store of its job."""
-
-    def __init__(self, door: Door, role: int = MEMBER, rank: int = -1) -> None:
-        self.door = door
-        self._rank = rank
-        self._lock = threading.RLock()
-        self._first, secret = self._dial(role)
-        self.door = dataclasses.replace(door, secret=secret, read=None, in_line=None)
-        self._all = [self._first]
-        self._idle: list[Connection] = []
-        self._calls: Connection | None = self._first
-
-    @property
-    def session(self) -> str:
-        """Name of this opening of the store."""
-        return self._first.answer.session.decode()
-
-    @property
-    def unreachable_after(self) -> float:
-        """Seconds after which a host is given up that acknowledges nothing."""
-        return self.door.unreachable_after
-
-    @property
-    def store_pid(self) -> int:
-        """The process that serves the store."""
-        return self._first.answer.pid
-
-    @property
-    def failure(self) -> bytes:
-        """What a rank that failed had left when this process came; empty without one."""
-        return self._first.answer.failure
-
-    @property
-    def job_key(self) -> bytes:
-        """The key that the ranks of this session share with nobody; empty where there is no secret to make it from."""
-        if self.door.secret:
-            return job_key(self.door.secret, self._first.answer.session)
-        return self._first.answer.drawn_key
-
-    def again(self, role: int, patience: float = math.inf) -> Client:
-        """Return another access to the same store, with connections of its own; give up a reply after some seconds."""
-        self._first.raise_if_lost()  # a forked child must not dial for itself
-        other = self._until_let_in(lambda: Client(self.door, role, self._rank))
-        other._first.patience = patience
-        return other
-
-    def close(self) -> None:
-        """Close all connections; calls in other threads end with an error."""
-        for connection in self._all:
-            connection.close()
 
     def _call(self, operation: int, *fields: bytes) -> bytes:
         """Make a call that is answered at once."""

@@ -12,20 +12,10 @@ from distman._store.table import NotANumberError, Table, Will
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Protocol
 
-    from distman._store.table import Wait
+    from distman._store.peer import Peer
 
     Fields = Sequence[bytes]
-
-    class Caller(Protocol):
-        """What asks: a connection, or a thread of this process."""
-
-        wait: Wait | None
-        will: Will | None
-
-        def send(self, *pieces: bytes) -> None:
-            """Take a reply."""
 
 
 _YES, _NO = b"\1", b"\0"
@@ -41,7 +31,7 @@ class Operations:
         self._table = table
         self._shut = shut
 
-    def carry_out(self, peer: Caller, number: int, operation: int, fields: Fields) -> None:
+    def carry_out(self, peer: Peer, number: int, operation: int, fields: Fields) -> None:
         """Do what a request asks for, and reply, now or when a wait is over."""
         # A client that asks for something else while it waits does not wait any more: it was interrupted.
         if peer.wait is not None:
@@ -57,7 +47,7 @@ class Operations:
             if value is not None:
                 peer.send(*frames.reply(number, OK, value))
 
-    def _value_of(self, peer: Caller, number: int, operation: int, fields: Fields) -> bytes | None:
+    def _value_of(self, peer: Peer, number: int, operation: int, fields: Fields) -> bytes | None:
         """Return the value of a reply; None where there is none, or it is sent at the end of a wait."""
         table = self._table
         match operation:
@@ -138,7 +128,7 @@ def _packed(values: Sequence[bytes]) -> bytes:
 
 
 def _replier(
-    peer: Caller, number: int, show: Callable[[Sequence[bytes]], bytes]
+    peer: Peer, number: int, show: Callable[[Sequence[bytes]], bytes]
 ) -> Callable[[int, Sequence[bytes]], None]:
     """Return what replies at the end of a wait; values are shown if it was successful, else the one that ended it."""
 

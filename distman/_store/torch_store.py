@@ -13,7 +13,6 @@ import torch.distributed as dist
 from distman._store.client import Client
 from distman._store.connection import StoreLostError, StoreTimeoutError
 from distman._store.handshake import WATCHER
-from distman._store.memory import Memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,28 +39,28 @@ class TorchStore(dist.Store):
     # torch holds the half of a store that is written in C++; when the other half, this object, is collected, calls
     # fail. So the code that opens the store keeps it, and it keeps its parts and clones.
 
-    def __init__(self, client: Client | Memory, prefix: str = "") -> None:
+    def __init__(self, client: Client, prefix: str = "") -> None:
         super().__init__()
         self.client = client
-        self._prefix = prefix
+        self.prefix = prefix
         self._parts: dict[str, TorchStore] = {}
         self._clones: list[TorchStore] = []
 
     def part(self, name: str) -> TorchStore:
         """Return the part of the store whose keys begin with a name, as those of torch's PrefixStore do."""
         if name not in self._parts:
-            self._parts[name] = TorchStore(self.client, f"{self._prefix}{name}/")
+            self._parts[name] = TorchStore(self.client, f"{self.prefix}{name}/")
             self._parts[name].set_timeout(self._timeout)
         return self._parts[name]
 
     def full_key(self, key: str) -> bytes:
         """Return what a key of this part is called in the whole store."""
-        return (self._prefix + key).encode()
+        return (self.prefix + key).encode()
 
     @_with_errors_of_torch
     def again(self, role: int, patience: float = math.inf) -> TorchStore:
         """Return the same part over connections of its own; the caller keeps it."""
-        other = TorchStore(self.client.again(role, patience), self._prefix)
+        other = TorchStore(self.client.again(role, patience), self.prefix)
         other.set_timeout(self._timeout)
         return other
 
@@ -182,7 +181,7 @@ class TorchStore(dist.Store):
         return timeout
 
     def _keys(self, keys: Sequence[str]) -> list[bytes]:
-        return [(self._prefix + key).encode() for key in keys]
+        return [(self.prefix + key).encode() for key in keys]
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from distman._job.job import Limits
-from distman._job.start import _job_of_one, adopt
+from distman._job.start import _start_alone, adopt
 from distman.environments import LaunchEnvironment
 from distman.testing import ranks
 
@@ -27,13 +27,13 @@ def pretend_two_gpus(monkeypatch):
 @pytest.mark.parametrize("requested", [None, torch.device("cuda:1")])
 def test_one_process_makes_its_gpu_the_current_one(monkeypatch, requested):
     chosen = pretend_two_gpus(monkeypatch)
-    job = _job_of_one(LaunchEnvironment("env", 0, 1), requested, LIMITS)
+    job = _start_alone(LaunchEnvironment.lone(), None, requested, LIMITS)
     assert chosen == [job.device] == [requested or torch.device("cuda:0")]
 
 
 def test_one_process_on_the_cpu_leaves_the_gpus_alone(monkeypatch):
     chosen = pretend_two_gpus(monkeypatch)
-    _job_of_one(LaunchEnvironment("env", 0, 1), torch.device("cpu"), LIMITS)
+    _start_alone(LaunchEnvironment.lone(), None, torch.device("cpu"), LIMITS)
     assert chosen == []
 
 

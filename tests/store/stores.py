@@ -7,10 +7,11 @@ import threading
 from distman._job.meeting.sockets import bind_listener
 from distman._store.client import Client
 from distman._store.dialing import Door
-from distman._store.memory import Memory
 from distman._store.process import listen_on_this_host, start_store
 from distman._store.server import Server
 from distman._store.torch_store import TorchStore
+
+from .memory import Memory
 
 PATIENCE = 30.0  # seconds for what takes milliseconds
 SECRET = b"a secret that only the tests know"

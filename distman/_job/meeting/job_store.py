@@ -13,7 +13,6 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._store.client import Client
 from distman._store.connection import StoreLostError
-from distman._store.memory import Memory
 
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
@@ -31,7 +30,7 @@ def has_left(session: str) -> bool:
 class JobStore:
     """This process's connection to the store of its job."""
 
-    client: Client | Memory
+    client: Client
     url: str  # where the ranks met, such as ``tcp://n1:23145``
     timeout: float  # seconds that torch waits for a key
     is_opened_here: bool = False  # then it stays for others where the start fails
@@ -60,7 +59,7 @@ class JobStore:
     @property
     def secret(self) -> bytes | None:
         """What a process that enters it has to prove; None where there is nothing."""
-        return self.client.door.secret if isinstance(self.client, Client) else None
+        return self.client.door.secret
 
     @property
     def key(self) -> bytes:

@@ -24,8 +24,7 @@ from distman._job.meeting.join_record import JoinRecord, Origin
 from distman._job.meeting.meeting import find_meeting
 from distman._job.meeting.membership import establish_membership
 from distman._job.meeting.peers import Peers
-from distman._job.meeting.secret import Protection, Source, find_agents, find_protection, learn_protection
-from distman._store.memory import Memory
+from distman._job.meeting.secret import Protection, find_protection, learn_protection
 from distman._store.server import descriptors_for
 from distman._store.torch_store import TorchStore
 from distman._version import VERSION
@@ -60,31 +59,24 @@ def join(
     # ``on_meeting`` is called when this rank can be heard: from then on it is done here to tell the others of a
     # failure.
     allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
-    is_alone = environment.world_size == 1
-    if is_alone:  # it has no door, but may have an agent
-        protection = Protection(Source.KERNEL, agents=find_agents(environment, environ))
-    else:
-        protection = find_protection(environment, environ)
+    protection = find_protection(environment, environ)
     if environment.rank == 0:
-        for sentence in learn_protection(protection, environment, environ).warnings:
-            logger.warning(sentence)
-    meeting = None if is_alone else find_meeting(environment, environ, protection, unreachable_after)
+        warn_of_strangers(protection, environment, environ)
+    meeting = find_meeting(environment, environ, protection, unreachable_after)
     me = join_record_of(environment, environ, device=device, backend=backend)  # first: if it fails, nobody waits here
-    source = "the job has one rank, which meets nobody" if meeting is None else meeting.source
-    if meeting is None:
-        job_store = keep_store(timeout)
-    elif meeting.is_host:
+    if meeting.is_host:
         check_room(environment.world_size, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         job_store = meeting.open(environment.rank, timeout, _get_ready)
     else:
         _get_ready()
         job_store = meeting.find(environment.rank, timeout)
-    return join_at(job_store, me, timeout=timeout, source=source, environ=environ, on_meeting=on_meeting)
+    return join_at(job_store, me, timeout=timeout, source=meeting.source, environ=environ, on_meeting=on_meeting)
 
 
-def keep_store(timeout: float) -> JobStore:
-    """Return the store of a job of one rank, which meets nobody."""
-    return JobStore(Memory(), "the memory of its only rank", timeout)
+def warn_of_strangers(protection: Protection, environment: LaunchEnvironment, environ: Mapping[str, str]) -> None:
+    """Say where strangers can run code as the user."""
+    for sentence in learn_protection(protection, environment, environ).warnings:
+        logger.warning(sentence)
 
 
 def _get_ready() -> None:

@@ -1,42 +1,40 @@
-"""The store of a job of one rank, which meets nobody: a table in this process, asked as a :class:`Client` is asked."""
-
-from __future__ import annotations
+"""A table in this process, asked as a :class:`Client` is asked."""
 
 import threading
 
 from distman._store import frames
-from distman._store.client import Calls, limit_of
+from distman._store.client import Client, limit_of
 from distman._store.connection import StoreTimeoutError, value_of
 from distman._store.operations import Operations
-from distman._store.table import Table, Wait, Will
+from distman._store.table import Table
 
 
-class Memory(Calls):
+class Memory(Client):
     """A store for the threads of one process, of whose end nobody hears."""
 
     session = ""
     job_key = b""
     unreachable_after = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self):  # it dials nobody
         self._table = Table()
         self._operations = Operations(self._table, shut=self.close)
         self._lock = threading.RLock()  # a signal's handler may ask in the middle of a call
 
-    def again(self, _role: int, _patience: float = 0.0) -> Memory:
+    def again(self, _role, _patience=0.0):
         """Return access for another thread: the same."""
         return self
 
-    def close(self) -> None:
+    def close(self):
         """Do nothing: there is no connection."""
 
-    def _call(self, operation: int, *fields: bytes) -> bytes:
+    def _call(self, operation, *fields):
         return self._ask(operation, *fields).value()
 
-    def _post(self, operation: int, *fields: bytes) -> None:
+    def _post(self, operation, *fields):
         self._ask(operation, *fields)
 
-    def _wait_for(self, operation: int, seconds: float, *fields: bytes) -> bytes:
+    def _wait_for(self, operation, seconds, *fields):
         caller = self._ask(operation, limit_of(seconds), *fields)
         try:
             caller.is_answered.wait(min(seconds, threading.TIMEOUT_MAX))
@@ -46,7 +44,7 @@ class Memory(Calls):
                     self._table.cancel(caller.wait)
         return caller.value()
 
-    def _ask(self, operation: int, *fields: bytes) -> _Caller:
+    def _ask(self, operation, *fields):
         caller = _Caller()
         with self._lock:
             self._operations.carry_out(caller, 0, operation, fields)
@@ -56,17 +54,17 @@ class Memory(Calls):
 class _Caller:
     """A thread that asks once."""
 
-    def __init__(self) -> None:
-        self.wait: Wait | None = None
-        self.will: Will | None = None
+    def __init__(self):
+        self.wait = None
+        self.will = None
         self.is_answered = threading.Event()
         self._reply = b""
 
-    def send(self, *pieces: bytes) -> None:
+    def send(self, *pieces):
         self._reply = b"".join(pieces)
         self.is_answered.set()
 
-    def value(self) -> bytes:
+    def value(self):
         """Return the value of the reply; raise StoreTimeoutError where there is none yet."""
         found = frames.next_reply(self._reply)
         if found is None:
