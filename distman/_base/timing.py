@@ -49,6 +49,7 @@ EARLY_FAILURE = 10.0  # for ranks that were started at the same time, and arrive
 EARLY_FAILURE_PAUSE = 0.02  # no more than this rank's end may be late
 SAME_START = 30.0  # between the starts of ranks of one job, as far as they are told from those of another
 WALLS_QUIET = 10.0  # before other hosts are tried: groups of many ranks take some
+WALLS_CONNECT = 2.0  # to another host; one that needs longer is cut off or behind a firewall
 MPI_ABORT = 5.0  # another thread may be in a call of MPI that does not return
 
 # Watching the other ranks.
@@ -60,7 +61,6 @@ WATCH_ANSWER_PAUSE = 0.01  # between two looks for what another rank, or thread,
 WATCH_END = 2.0  # for the thread to end, which takes milliseconds unless the store is stuck
 KNOWN_PAUSE = 0.02  # between two looks whether the others know of a failure: short beside their own interval
 MUTUAL_WAIT = 1.0  # that ranks may be apart before the store is asked; a hang is not worse for them
-CONNECT = 2.0  # to a rank's presence; a host that needs longer is cut off or behind a firewall
 
 # Ranks that wait for each other over the store.
 WAIT_FIRST_PAUSE = 0.0002  # a few calls into the store

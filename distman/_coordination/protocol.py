@@ -12,7 +12,7 @@ package, but no other module spells a key out. The life of a job, as one rank se
      v
     started       ->  STARTED +1, the process group is up   ->  a rank that leaves early waits for all to have started
      |
-    work          ->  beat(rank), peer_address(rank)        ->  the rank before watches the first
+    work          ->  beat(rank)                            ->  the rank before watches the first
      |  ^             NEWS +1: look at FAILURE, queries and CLOSING, which every watcher does at its next look
      |  |         <-> queries(rank), answer(n, rank)         <-> a rank that waits too long asks where the others are
      |  +-----------  keys of operations: barriers, consensus, sections, stops
@@ -154,7 +154,7 @@ after a failure the ranks that look for stragglers.
 """
 
 peer_address: ByNumber = "peer address/{}".format
-"""Hosts and port at which the rank shows its presence; after a failure, or before a firewall, others read it."""
+"""Hosts and port at which the others try whether they reach the rank, while all make their process group."""
 
 # Hangs.
 

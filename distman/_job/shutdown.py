@@ -69,8 +69,6 @@ def leave(job: Job, watcher: Watcher | None) -> None:
         _kept.append((os.getpid(), rendezvous.job_store))  # to tell the others what ends the program
     else:
         rendezvous.job_store.close()
-    if watcher is not None:
-        watcher.close()
 
 
 @puts_back
@@ -86,7 +84,6 @@ def abandon(watcher: Watcher | None) -> None:
     """Watch no longer, at the end of a program that an uncaught exception ended; wait for nobody."""
     if watcher is not None:
         watcher.stop()
-        watcher.close()
     wait_for_gloo()
 
 

@@ -127,7 +127,6 @@ def undo(job: Job, watcher: Watcher | None, error: BaseException, cause: Failure
     tell(error)()
     if watcher is not None:
         watcher.stop()
-        watcher.close()
     if not job.is_adopted:
         _leave_group(job)
         forget_interface()
@@ -203,7 +202,6 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         opener=job.rendezvous.job_store.opener or 0,
         rank=job.peer.rank,
         peers=job.roll_call,
-        is_one_host=job.peer.num_nodes == 1,
         holds_store=job.holds_store,
         wait_for_device=functools.partial(wait_for, job.device) if job.device.type != "cpu" else None,
         mates=_left_to_themselves(job),
@@ -214,7 +212,6 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         watcher.start()
     except BaseException:  # Ctrl-C while a name is looked up, or no thread can be had
         watcher.stop()
-        watcher.close()
         raise
     return watcher
 

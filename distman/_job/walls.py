@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from distman._base import timing
 from distman._base.log import logger
 from distman._coordination import protocol
-from distman._coordination.monitor.presence import connect, read_address
+from distman._coordination.messages import Addresses, Port, decode
 from distman._coordination.timeouts import run_with_timeout
 from distman._job.job import Job
+from distman._job.meeting.sockets import means_loopback, own_addresses
 from distman._store.torch_store import TorchStore
+from distman._store.transport import BACKLOG
 from distman.errors import RendezvousError
 
 _MOST_HOSTS = 16  # tried by each rank, at two seconds each
@@ -32,19 +37,34 @@ def within_rendezvous(make: Callable[[], None], job: Job, store: TorchStore) -> 
     # Say after a while which host cannot be reached. The ranks tell their addresses in ``store``.
     is_over, found = threading.Event(), list[str]()
     threading.Thread(target=_look, args=(job, store, is_over, found), name="distman-walls", daemon=True).start()
-    try:
-        if run_with_timeout(make, job.limits.rendezvous):
-            return
-    except RuntimeError as one:  # "connectFullMesh failed", say
-        wall = found[0] if found else _find_wall(job, store)
-        if not wall:
-            raise
-        raise RendezvousError(wall) from one
-    finally:
-        is_over.set()
+    with _reachable(job, store):
+        try:
+            if run_with_timeout(make, job.limits.rendezvous):
+                return
+        except RuntimeError as one:  # "connectFullMesh failed", say
+            wall = found[0] if found else _find_wall(job, store)
+            if not wall:
+                raise
+            raise RendezvousError(wall) from one
+        finally:
+            is_over.set()
     wall = found[0] if found else f"{job.peer} has not connected to all others. {_REMEDY}"
     limit = f"{job.limits.rendezvous:g} s (rendezvous_timeout)"
     raise RendezvousError(f"the group of all ranks must be made within {limit}: {wall}")
+
+
+@contextlib.contextmanager
+def _reachable(job: Job, store: TorchStore) -> Iterator[None]:
+    """For the length of a ``with`` block, have a port at which the others try whether they can reach this rank."""
+    towards = urlsplit(job.rendezvous.job_store.url).hostname if job.rendezvous is not None else None
+    key = protocol.peer_address(job.peer.rank)
+    with socket.create_server(("", 0), backlog=BACKLOG) as listener:
+        store.set(key, json.dumps([own_addresses(towards), listener.getsockname()[1]]))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(dist.DistError):  # the store is gone
+                store.delete_key(key)
 
 
 def _look(job: Job, store: TorchStore, is_over: threading.Event, found: list[str]) -> None:
@@ -81,7 +101,26 @@ def _wall_before(store: TorchStore, rank: int) -> str:
         return ""
     addresses, port = read_address(store.get(key), rank)
     try:
-        connect(addresses, port, is_one_host=False).close()
+        _connect(addresses, port).close()
     except OSError as error:
+        if not store.check([key]):
+            return ""  # it has gone on meanwhile, or given up
         return f"port {port} of {' or '.join(addresses)}: {error.strerror or error}"
     return ""
+
+
+def read_address(message: bytes, rank: int) -> tuple[Addresses, Port]:
+    """Return the names and addresses of a rank's host, and the port there."""
+    return decode(message, tuple[Addresses, Port], f"the address of rank {rank}")
+
+
+def _connect(addresses: Sequence[str], port: int) -> socket.socket:
+    """Return a connection to a rank, by the first of its addresses that answers within two seconds in all."""
+    error = OSError("it has no address that other hosts may use")
+    usable = [address for address in addresses if not means_loopback(address)]
+    for address in usable:
+        try:
+            return socket.create_connection((address, port), timeout=timing.WALLS_CONNECT / len(usable))
+        except OSError as one:
+            error = one
+    raise error

@@ -86,6 +86,10 @@ class Client:
         number: int = NUMBER.unpack(self._call(frames.NUM_UNPROVED))[0]
         return number
 
+    def members(self) -> set[int]:
+        """Return the ranks whose processes use the store, or are on a host that does not answer any more."""
+        return {NUMBER.unpack(rank)[0] for rank in frames.unpack(self._call(frames.MEMBERS))}
+
     def set(self, key: bytes, value: bytes) -> None:
         """Set a key, and do not wait until that is done: it is, for whatever this process asks next."""
         self._post(frames.SET, key, value)

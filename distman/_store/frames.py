@@ -20,7 +20,7 @@ MOST_FAILURE_BYTES = 1 << 20
 """Bytes of the failure that a store keeps for clients to come: one with a long traceback fits."""
 
 SET, GET, ADD, CHECK, WAIT, COMPARE_SET, DELETE, NUM_KEYS = range(1, 9)
-MULTI_GET, MULTI_SET, APPEND, ARRIVE, WILL, FAIL, SHUT, NUM_UNPROVED = range(9, 17)
+MULTI_GET, MULTI_SET, APPEND, ARRIVE, WILL, FAIL, SHUT, NUM_UNPROVED, MEMBERS = range(9, 18)
 """The operations; operations.py says what the fields of each are."""
 
 OK, TIMED_OUT, GIVEN_UP, INVALID, MALFORMED = range(5)

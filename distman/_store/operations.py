@@ -28,6 +28,7 @@ class Operations:
     def __init__(self, table: Table, shut: Callable[[], None], failure: bytes = b"") -> None:
         self.failure = failure  # what all clients are told, or what a client that failed has left; empty for nothing
         self.num_unproved = 0  # how many began a handshake and did not end it: they may have another secret
+        self.members: list[int] = []  # the ranks whose end has not been seen
         self._table = table
         self._shut = shut
 
@@ -95,6 +96,8 @@ class Operations:
                 return NUMBER.pack(table.num_keys())
             case frames.NUM_UNPROVED:
                 return NUMBER.pack(self.num_unproved)
+            case frames.MEMBERS:
+                return frames.pack([*map(NUMBER.pack, self.members)])
             case frames.WILL:  # in place of an earlier one; no fields are no will
                 peer.will = None
                 if fields:

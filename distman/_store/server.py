@@ -227,6 +227,7 @@ class Server:
         del self._guests[guest]
         if guest.hello is not None and guest.hello.role == MEMBER:
             self._num_members += 1
+            self._operations.members.append(guest.hello.rank)
             self._ends_at = None
             if (guest.hello.rank, guest.hello.pid) == self._awaited:
                 self._awaited = None
@@ -251,6 +252,8 @@ class Server:
             self._table.carry_out(peer.will, is_unreachable=is_unreachable)
         if peer.hello is not None and peer.hello.role == MEMBER:
             self._num_members -= 1
+            if not is_unreachable:
+                self._operations.members.remove(peer.hello.rank)
             if self._num_members == 0:
                 is_opener_coming = self._awaited is not None and posix.getppid() == self._awaited[1]
                 self._ends_at = self._entry_ends_at if is_opener_coming else monotonic()

@@ -141,7 +141,7 @@ def exchanges_that_differ(text):
 def places_of_others(text):
     store = MemoryStore()
     store.set(protocol.beat(1), f"1.0 {text}".encode(errors="backslashreplace"))
-    context = WatchContext(store, "tcp://n1:5", 0, places(2), is_one_host=True, opener=0)
+    context = WatchContext(store, "tcp://n1:5", 0, places(2), opener=0)
     watcher = Watcher(context, WatchLimits(300.0), lambda _: None, patience=0.0)
     return "".join([*watcher.locate([1]).values(), watcher._last_seen(1), Answer(text, text, text).place])
 

@@ -25,12 +25,12 @@ from distman._coordination.messages import (
     unless_malformed,
 )
 from distman._coordination.monitor.hang import Answer
-from distman._coordination.monitor.presence import read_address
 from distman._coordination.preemption import StopAgreement
 from distman._coordination.sections import ExclusiveSections
 from distman._job.meeting.join_record import JoinRecord, Origin
 from distman._job.meeting.membership import _Verdict
 from distman._job.meeting.peers import Peer, complete
+from distman._job.walls import read_address
 from distman.errors import DistmanError
 
 from ..job.meeting.join_records import join_record

@@ -19,6 +19,7 @@ class Memory(Client):
     def __init__(self):  # it dials nobody
         self._table = Table()
         self._operations = Operations(self._table, shut=self.close)
+        self.ranks = self._operations.members
         self._lock = threading.RLock()  # a signal's handler may ask in the middle of a call
 
     def again(self, _role, _patience=0.0):

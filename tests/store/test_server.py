@@ -24,7 +24,7 @@ from distman._store.client import Client
 from distman._store.connection import InvalidRequestError, StoreLostError, StoreTimeoutError
 from distman._store.dialing import ForeignServiceError, dial
 from distman._store.frames import MalformedError
-from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, ClientSide, Hello, door_key
+from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, WATCHER, ClientSide, Hello, door_key
 from distman._store.operations import Operations
 from distman._store.peer import Peer
 from distman._store.process import start_store
@@ -134,6 +134,16 @@ def test_a_handshake_and_requests_may_come_in_any_pieces(store):
             assert frames.next_reply(member.recv(1000))[:2] == (number, frames.OK)
         member.sendall(frames.request(4, frames.SET, [b"a", b"1"]) + frames.request(5, frames.DELETE, [b"counter"]))
         assert frames.next_reply(member.recv(1000))[:2] == (5, frames.OK)
+
+
+def test_the_ranks_that_are_there_are_known(store):
+    member, other = store.client(MEMBER, 0), store.client(MEMBER, 3)
+    with contextlib.closing(member.again(WATCHER)):
+        assert member.members() - {-1} == {0, 3}
+    other.close()
+    while 3 in member.members():
+        pass
+    assert member.members() - {-1} == {0}
 
 
 def test_who_proves_nothing_is_counted_whatever_keys_are_set(store):

@@ -71,7 +71,6 @@ class WatchContext:
     url: str  # where the store is served
     rank: int
     peers: Sequence[Place]
-    is_one_host: bool
     opener: int  # the rank on whose host the store's process runs
     holds_store: bool = False  # the store may end with this rank; others are told of failures before
     wait_for_device: Callable[[], None] | None = None  # for all that the GPU was given; None on a CPU

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,10 +20,12 @@ from distman._coordination.failure.job_abort import seconds_before_turn
 from distman._coordination.failure.record import DIED, SILENT, FailureRecord, Place
 from distman._coordination.messages import is_first
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
-from distman._coordination.monitor.presence import connect, is_present, read_address
 from distman._coordination.timeouts import run_with_timeout
+from distman._store.connection import StoreLostError, StoreSilentError
+from distman._store.handshake import WATCHER
 
 if TYPE_CHECKING:
+    from distman._store.client import Client
     from distman._store.torch_store import TorchStore
 
 
@@ -48,7 +49,7 @@ def end_job_without_stragglers(
         if not has_looked.is_set():
             job.end_unseen()
 
-    with contextlib.suppress(dist.DistError):
+    with contextlib.suppress(dist.DistError, StoreLostError):
         if not run_with_timeout(look, limit):
             hook.end_job_at_exit(end_unseen)  # the store is silent, which nobody else would see
 
@@ -59,7 +60,7 @@ class FailedJob:
     A straggler is the rank that is silent, and one that has not read of the failure though it had the time to. Of the
     latter one may only be slow, so it gets the time for which a rank may be silent.
 
-    It may outlive the job in this process, whose store it does not keep.
+    It may outlive the job in this process, so it has a connection to the store of its own.
     """
 
     def __init__(
@@ -71,9 +72,8 @@ class FailedJob:
         *,
         is_awaited: bool = False,  # the rank that failed is gone, and the ends of all others wait for it nevertheless
     ) -> None:
-        self._others = [place.rank for place in context.peers if place.rank != context.rank]
         self._size = len(context.peers)
-        self._is_one_host = context.is_one_host
+        self._others = {*range(self._size)} - {context.rank}
         self._turn = seconds_before_turn(context.rank, self._size)
         self._end_job = end_job
         self._failed = record.rank
@@ -81,34 +81,30 @@ class FailedJob:
         self._silent = {record.rank} if record.error_type == SILENT else set[int]()
         self._late: set[int] = set()
         self._late_until = time.monotonic() + silence
-        self._addresses: dict[int, bytes] = {}
+        self._client: Client | None = None
 
     def find_stragglers(self, store: TorchStore) -> bool:
-        """Find out which ranks do not react, and where the others are; return whether there is one to wait for."""
-        self._late = _unaware(store, set(self._others) - {self._failed}, late_after(self._size))
+        """Find out which ranks do not react, and return whether there is one to wait for."""
+        self._late = _unaware(store, self._others - {self._failed}, late_after(self._size))
         is_one = bool(self._silent or self._late or self._is_awaited)
         if is_one:
-            for rank in self._others:
-                place = protocol.peer_address(rank)
-                if store.check([place]) and not store.check([protocol.left(rank)]):
-                    self._addresses[rank] = store.get(place)
+            self._client = store.client.again(WATCHER, timing.PUBLISH)
         return is_one
 
     def end_without_stragglers(self) -> None:
         """End the job once all others have ended or left it, if one is there that does nothing."""
-        connections = self._connect()
-        while True:
-            there = {rank for rank, connection in connections.items() if connection is None or is_present(connection)}
-            late = there & self._late
-            if not late and not there & self._silent and not self._is_awaited:
-                break
-            if there <= self._silent | self._late and (not late or time.monotonic() > self._late_until):
+        try:
+            while there := self._there():
+                late = there & self._late
+                if not late and not there & self._silent and not self._is_awaited:
+                    return
+                if there <= self._silent | self._late and (not late or time.monotonic() > self._late_until):
+                    break
+                time.sleep(timing.STRAGGLERS_PAUSE)
+            if there or self._is_awaited:
                 self._end_job()
-                break
-            time.sleep(timing.STRAGGLERS_PAUSE)
-        for connection in connections.values():
-            if connection is not None:
-                connection.close()
+        except StoreSilentError:
+            self.end_unseen()
 
     def end_unseen(self) -> None:
         """End the job where the store is silent too, after a minute: other ranks may be saving something."""
@@ -116,19 +112,14 @@ class FailedJob:
             time.sleep(timing.STRAGGLERS + self._turn)
             self._end_job()
 
-    def _connect(self) -> dict[int, socket.socket | None]:
-        """Return a connection to each rank that is there; None to one that is silent and whose host is, too."""
-        found: dict[int, socket.socket | None] = dict.fromkeys(self._silent)
-        for rank, address in self._addresses.items():
-            addresses, port = read_address(address, rank)
-            try:
-                found[rank] = connection = connect(addresses, port, is_one_host=self._is_one_host)
-                connection.settimeout(0)
-            except ConnectionRefusedError:  # it is gone
-                found.pop(rank, None)
-            except OSError:  # its host is gone, or it cannot be told
-                continue
-        return found
+    def _there(self) -> set[int]:
+        """Return the other ranks whose processes have not ended, nor left the job."""
+        try:
+            return self._client.members() & self._others if self._client is not None else set()
+        except StoreSilentError:
+            raise
+        except StoreLostError:  # it has ended with the last of them
+            return set()
 
 
 def end_stragglers_here(context: WatchContext, record: FailureRecord, seconds: float) -> None:

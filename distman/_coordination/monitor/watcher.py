@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -26,7 +25,6 @@ from distman._coordination.messages import count, decode_index, read_at_once
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after, wait_until_known
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
-from distman._coordination.monitor.presence import show_presence
 from distman._coordination.monitor.stragglers import end_job_without_stragglers, end_stragglers_here
 from distman._coordination.timeouts import run_with_timeout
 from distman._store.connection import StoreSilentError
@@ -34,8 +32,6 @@ from distman._torch_internals import is_unreachable
 from distman.errors import JobFailed
 
 if TYPE_CHECKING:
-    import socket
-
     from distman._store.torch_store import TorchStore
 
 
@@ -94,7 +90,6 @@ class Watcher:
         self._interruption = Interruption(
             lambda record: hook.announce(record, context.rank), self._end_with, self._is_program_done, limits.patience
         )
-        self._presence: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
 
     @property
@@ -125,13 +120,6 @@ class Watcher:
         global _current
         _current = self
         give_sign(self.store, self.rank)
-        with contextlib.suppress(OSError):  # too many open files
-            self._presence = show_presence(
-                self.store,
-                self.rank,
-                is_one_host=self._context.is_one_host,
-                towards=urlsplit(self._context.url).hostname,
-            )
         self._thread.start()  # last, since a failure may be raised here at once
 
     def let_program_be(self) -> None:
@@ -164,11 +152,6 @@ class Watcher:
             # The thread would come back from the store, when that process is ended, into an interpreter that is gone.
             code = JobFailed.EXIT_CODE if self.knows_from_others else 1
             hook.end_job_at_exit(functools.partial(os._exit, code))
-
-    def close(self) -> None:
-        """Let the other ranks see that this one has left, once they have been told."""
-        if self._presence is not None:
-            self._presence.close()
 
     def explain(self, error: BaseException, operation: str) -> FailureRecord | None:
         """Return because of which rank a connection broke: one that failed, or left, or held the store."""
@@ -346,6 +329,4 @@ def announce_unwatched(store: TorchStore, rank: int) -> None:
 @puts_back
 def _stop_current() -> None:
     if _current is not None:
-        watcher = _current
-        watcher.stop()
-        watcher.close()
+        _current.stop()

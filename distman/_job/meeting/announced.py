@@ -31,13 +31,12 @@ from distman._coordination.messages import (
     drop,
     read_at_once,
 )
-from distman._coordination.monitor.presence import own_addresses
 from distman._job.meeting import mpi
 from distman._job.meeting.endpoint import listed, nothing, url_of
 from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.places import AtPorts
 from distman._job.meeting.secret import Protection, Source
-from distman._job.meeting.sockets import leads_here, means_loopback
+from distman._job.meeting.sockets import leads_here, means_loopback, own_addresses
 from distman._store.handshake import door_key, mac
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError

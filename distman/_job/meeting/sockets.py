@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 from distman._store.transport import BACKLOG
 
+_OUTSIDE = "192.0.2.1"  # an address of no host, to which the way leads out
+_LOOPBACK = "127.0.0.1"
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost")
 
 
@@ -71,6 +74,16 @@ def address_towards(name: str) -> str | None:
     except OSError:
         return None
     return None if _is_loopback(own) else own
+
+
+def own_addresses(towards: str | None = None) -> list[str]:
+    """Return names and addresses by which other hosts may reach this one, the likeliest first."""
+    # The way to where all hosts of the job have met may be the only one that this host has.
+    found, host = list[str](), socket.gethostname()
+    with contextlib.suppress(OSError):  # its name is not known
+        found += [host, *addresses_of(host)]
+    found += [address for name in (towards, _OUTSIDE) if name and (address := address_towards(name))]
+    return list(dict.fromkeys(found)) or [_LOOPBACK]
 
 
 def _resolve(name: str) -> list[tuple[socket.AddressFamily, str]]:

@@ -10,8 +10,7 @@ from ..ranks import Place
 
 def context(rank=1, opener=0, hosts=("n1", "n1")):
     peers = [Place(rank, host) for rank, host in enumerate(hosts)]
-    is_one_host = len({*hosts}) == 1
-    return WatchContext(MemoryStore(), "tcp://n1:5", rank, peers, is_one_host=is_one_host, opener=opener)
+    return WatchContext(MemoryStore(), "tcp://n1:5", rank, peers, opener=opener)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_a_stuck_gpu_is_reported_with_the_place_that_waits_for_it(monkeypatch, g
         "distman._coordination.monitor.hang.write_report", lambda reason, *_: reports.append((reason, place[0]))
     )
     store = MemoryStore()
-    context = WatchContext(store, "tcp://n1:5", 0, places(1), is_one_host=True, opener=0, wait_for_device=gpu.wait)
+    context = WatchContext(store, "tcp://n1:5", 0, places(1), opener=0, wait_for_device=gpu.wait)
     watch = HangWatch(context, LIMIT, patience=0)
     queries = StackQueries(store, 0)
     while not reports:

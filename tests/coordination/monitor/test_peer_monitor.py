@@ -20,8 +20,7 @@ class Ranks:
     def __init__(self, num_ranks, silence, world_size):
         self.store, self.seconds = MemoryStore(), 0.0
         contexts = [
-            WatchContext(self.store, "tcp://n1:5", rank, places(world_size), is_one_host=True, opener=0)
-            for rank in range(num_ranks)
+            WatchContext(self.store, "tcp://n1:5", rank, places(world_size), opener=0) for rank in range(num_ranks)
         ]
         self.monitors = [
             PeerMonitor(self.store, context, silence, None, clock=lambda: self.seconds) for context in contexts

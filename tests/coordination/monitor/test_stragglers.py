@@ -1,6 +1,5 @@
-"""Who keeps a launcher waiting after a failure, over a store in memory and connections to ranks of the test."""
+"""Who keeps a launcher waiting after a failure, over a store in memory."""
 
-import contextlib
 import gc
 import weakref
 
@@ -14,7 +13,6 @@ from distman._coordination.failure.reporter import JobReporter
 from distman._coordination.monitor import stragglers
 from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.peer_monitor import give_sign
-from distman._coordination.monitor.presence import show_presence
 from distman._coordination.monitor.stragglers import FailedJob
 from distman._coordination.monitor.watcher import Watcher
 from distman.environments import LaunchEnvironment
@@ -33,20 +31,27 @@ def store():
     return MemoryStore()
 
 
+class End:
+    """The end of a rank that is there: closed when its process ends."""
+
+    def __init__(self, members, rank):
+        self._members = members
+        self._rank = rank
+        members.append(rank)
+
+    def close(self):
+        self._members.remove(self._rank)
+
+
 @pytest.fixture
 def others(store):
-    """The ends of ranks 1 to 3, which are there; that of rank 3 has not read of a failure."""
-    with contextlib.ExitStack() as stack:
-        ends = {}
-        for rank in range(1, NUM_RANKS):
-            end = show_presence(store, rank, is_one_host=True, towards=None)
-            ends[rank] = stack.enter_context(contextlib.closing(end))
-        give_sign(store, 3)
-        yield ends
+    """The ends of ranks 1 to 3, which are there; rank 3 has not read of a failure."""
+    give_sign(store, 3)
+    return {rank: End(store.members, rank) for rank in range(1, NUM_RANKS)}
 
 
 def context_of(store, rank=0):
-    return WatchContext(store, "tcp://n1:5", rank, places(NUM_RANKS), is_one_host=True, opener=0)
+    return WatchContext(store, "tcp://n1:5", rank, places(NUM_RANKS), opener=0)
 
 
 def make(store, record, ended, *, silence=300.0):
@@ -115,6 +120,7 @@ def test_a_silent_rank_that_is_gone_by_then_needs_no_end(store, others):
 
 def test_a_silent_rank_on_a_host_that_does_not_answer_is_ended_too(store):
     ended = []
+    End(store.members, 1)  # of which the store has seen no end
     left = make(store, SILENT, ended)
     assert left.find_stragglers(store)
     left.end_without_stragglers()
@@ -221,7 +227,6 @@ def test_a_rank_that_fails_itself_looks_too(store, actions):
     )
     report(ValueError("the disk is full"))()
     watcher.stop()
-    watcher.close()
     assert len(actions) == 1, "rank 3 does not react"
 
 

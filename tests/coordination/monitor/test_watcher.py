@@ -26,7 +26,7 @@ from ..ranks import at_once, failure_on, leave, places
 
 
 def make(store, rank=0, num_ranks=2, patience=0.0, hang=None):
-    context = WatchContext(store, "tcp://n1:5", rank, places(num_ranks), is_one_host=True, opener=1)
+    context = WatchContext(store, "tcp://n1:5", rank, places(num_ranks), opener=1)
     return Watcher(context, WatchLimits(silence=300.0, hang=hang), lambda _: None, patience=patience)
 
 
@@ -38,7 +38,6 @@ def watching(store, **options):
         yield watcher
     finally:
         watcher.stop()
-        watcher.close()
 
 
 def run_until_raised(watcher):
@@ -48,7 +47,6 @@ def run_until_raised(watcher):
         threading.Event().wait(60)
     finally:
         watcher.stop()
-        watcher.close()
 
 
 def tell(store, record):
@@ -100,7 +98,6 @@ def test_a_wait_that_raises_the_failure_itself_is_enough():
     with pytest.raises(JobFailed):
         raise_if_failed()
     watcher.stop()
-    watcher.close()
     raise_if_failed()
 
 
@@ -119,7 +116,7 @@ def test_that_a_rank_left_too_early_is_raised_again_where_it_is_swallowed():
 
 def test_a_rank_that_ends_since_another_one_left_says_so():
     store, ended = MemoryStore(), []
-    context = WatchContext(store, "tcp://n1:5", 0, places(2), is_one_host=True, opener=0)
+    context = WatchContext(store, "tcp://n1:5", 0, places(2), opener=0)
     watcher = Watcher(context, WatchLimits(silence=300.0), ended.append, patience=60.0)
     record = FailureRecord.left(places(2)[1], "barrier 0")
     watcher._interruption._abort_job(record.to_failure())
@@ -322,7 +319,6 @@ def test_a_watcher_that_could_not_start_is_stopped_like_any_other():
     with pytest.raises(dist.DistError):
         watcher.start()
     watcher.stop()
-    watcher.close()
     assert not is_watching()
     assert signal.getsignal(signal.SIGURG) == before
 
@@ -330,4 +326,4 @@ def test_a_watcher_that_could_not_start_is_stopped_like_any_other():
 def test_a_rank_is_missed_from_the_moment_that_its_watcher_has_started():
     store = MemoryStore()
     with watching(store):
-        assert store.check([protocol.beat(0), protocol.peer_address(0)])
+        assert store.check([protocol.beat(0)])

@@ -388,7 +388,7 @@ def sized(field):
 
 
 def kinds_anywhere():
-    """Return what is tried at the other ports of a rank: gloo's, and the one that shows its presence."""
+    """Return what is tried at the other ports of a rank: gloo's."""
     line = SETTINGS["notice"].encode() + b"\n"
     return {
         "false notice at other ports": shout(lambda _: os.urandom(8).hex().encode() + b"\n" + line),

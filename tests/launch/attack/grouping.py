@@ -20,8 +20,7 @@ def is_late(function):
 
     def late(*arguments, **options):
         num_ranks = int(os.environ["WORLD_SIZE"])
-        # At the start each rank has begun to show its presence, too.
-        while num_chased() < num_ranks - 1 + (num_ranks if PLACE == "start" else 0):
+        while num_chased() < num_ranks - 1:
             time.sleep(PAUSE)
         return function(*arguments, **options)
 

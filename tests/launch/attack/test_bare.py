@@ -54,7 +54,7 @@ def test_one_host(namespace_hosts, scene):
         assert_all_in_vain(found)
     assert after[2]["doors"] == 0
     assert after[2]["results"] == {}
-    assert scene.open_ports("n1") == [], "of gloo, and those that show the presence of ranks"
+    assert scene.open_ports("n1") == [], "of gloo"
     assert squatted["guests"] >= NUM_NAMES
     assert squatted["secrets"] == 0
 
