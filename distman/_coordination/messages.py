@@ -10,10 +10,9 @@ import functools
 import json
 import re
 import reprlib
-import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from distman._base.log import logger
 from distman._base.process_state import puts_back
@@ -175,20 +174,24 @@ def _forget_warnings() -> None:
 def _reader(kind: Any) -> _Reader:
     """Return what checks a value of JSON, and makes of it what is wanted; it raises ValueError."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Annotated:
-        return _then(_reader(parts[0]), parts[1])
-    if origin in (Union, types.UnionType):
-        (wanted,) = (part for part in parts if part is not types.NoneType)
-        return _optional(_reader(wanted))
-    if origin is list:
-        return _list_of(_reader(parts[0]))
-    if origin is tuple:
-        return _then(_list_of(_reader(parts[0])), tuple) if Ellipsis in parts else _row_of([*map(_reader, parts)])
-    if origin is dict:
-        return _dict_of(*map(_reader, parts))
     if kind is object:
         return lambda value: value
-    return _fields_of(kind) if dataclasses.is_dataclass(kind) else _scalar(kind)
+    if origin is None:
+        return _fields_of(kind) if dataclasses.is_dataclass(kind) else _scalar(kind)
+    if origin is dict:
+        read_name, read = map(_reader, parts)
+        return lambda value: {read_name(name): read(one) for name, one in _of_type(dict, value).items()}
+    if origin is tuple and Ellipsis not in parts:
+        return _row_of([*map(_reader, parts)])
+    read = _reader(parts[0])
+    if origin is Annotated:
+        make: _Reader = parts[1]
+        return lambda value: make(read(value))
+    if origin is list:
+        return lambda value: [*map(read, _of_type(list, value))]
+    if origin is tuple:
+        return lambda value: tuple(map(read, _of_type(list, value)))
+    return lambda value: None if value is None else read(value)  # ``kind | None``
 
 
 def _scalar(kind: Any) -> _Reader:
@@ -202,18 +205,6 @@ def _scalar(kind: Any) -> _Reader:
     return read
 
 
-def _optional(read: _Reader) -> _Reader:
-    return lambda value: None if value is None else read(value)
-
-
-def _then(read: _Reader, make: _Reader) -> _Reader:
-    return lambda value: make(read(value))
-
-
-def _list_of(read: _Reader) -> _Reader:
-    return lambda value: [*map(read, _of_type(list, value))]
-
-
 def _row_of(readers: list[_Reader]) -> _Reader:
     def read(value: Any) -> tuple[Any, ...]:
         if len(_of_type(list, value)) != len(readers):
@@ -221,10 +212,6 @@ def _row_of(readers: list[_Reader]) -> _Reader:
         return tuple(reader(one) for reader, one in zip(readers, value, strict=True))
 
     return read
-
-
-def _dict_of(read_name: _Reader, read: _Reader) -> _Reader:
-    return lambda value: {read_name(name): read(one) for name, one in _of_type(dict, value).items()}
 
 
 def _fields_of(kind: Any) -> _Reader:
