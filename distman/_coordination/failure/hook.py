@@ -52,10 +52,6 @@ _LAST = -101
 """Priority of a finalizer of ``multiprocessing`` that ends the process. What its queues still hold is sent before, by
 one of -5; the last of its own, which remove folders, have -100."""
 
-_AS_PYTHON = {"distman._startup", "exceptiongroup._formatting"}
-"""Modules of hooks, which this one may find in place, that print as Python does: the one in a process without other
-ranks, and one for groups of exceptions, which pytest and others bring along with Python 3.10."""
-
 _MARK = "_distman_reporter"
 """Attribute of an error during which the rank left its job."""
 
@@ -134,7 +130,7 @@ class _Hook:
         """Print an error by the hook before this one; without one, standard error may be blocked."""
         if is_shown_by_starter():
             return
-        is_plain = self.previous is sys.__excepthook__ or getattr(self.previous, "__module__", "") in _AS_PYTHON
+        is_plain = self.previous is sys.__excepthook__ or getattr(self.previous, "__module__", "") == "distman._startup"
         if not is_plain:
             self.previous(error_type, error, trace)
         elif not run_with_timeout(lambda: show(error_type, error, trace, self.previous), timing.PRINT):

@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
 from distman._base.interpreter import is_of_program
@@ -18,8 +17,7 @@ from distman.errors import DistmanError, JobFailed, RankFailedError
 
 _DEBUG = "DISTMAN_DEBUG"
 _HINT = f"  (lines of torch and distman are left out; {_DEBUG}=1 shows them)\n"
-_STARTERS = {"<frozen runpy>", str(Path(os.__file__).with_name("runpy.py"))}
-"""Files of what starts a module, the latter in Python 3.10; the interpreter shows no such lines for a script."""
+_STARTER = "<frozen runpy>"  # the file of what starts a module; the interpreter shows no such lines for a script
 
 
 def show(
@@ -65,7 +63,7 @@ def _fold(shown: traceback.TracebackException, error: BaseException) -> list[str
     left_out: list[str] = []
     one: traceback.TracebackException | None = shown
     while one is not None:
-        stays = [not is_dropped(frame.filename) and frame.filename not in _STARTERS for frame in one.stack]
+        stays = [not is_dropped(frame.filename) and frame.filename != _STARTER for frame in one.stack]
         if one is shown and stays:
             stays[0] &= not is_of_program(one.stack[0].filename, one.stack[0].name)
         if one is not shown or any(is_of_user(frame.filename) for frame in itertools.compress(one.stack, stays)):

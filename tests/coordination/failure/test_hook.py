@@ -251,7 +251,7 @@ def test_a_process_without_other_ranks_shows_its_own_lines_too(line, beside, tmp
     command = [sys.executable, "-m", "script"]  # the interpreter shows lines of its own then
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     files = re.findall(r'File "(?:.*/)?(.+?)"|(lines of torch and distman)', finished.stderr)
-    starter = "<frozen runpy>" if sys.version_info >= (3, 11) else "runpy.py"
+    starter = "<frozen runpy>"
     assert [*map("".join, files)] == (beside or [starter] * 2) + ["script.py"]
     assert finished.returncode == 1
 
