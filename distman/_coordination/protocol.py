@@ -51,12 +51,6 @@ def job(*parts: object) -> str:
 in_job: ByName = "distman/{}".format
 """One of the keys below as it stands in the whole store, for a process that is not a rank yet."""
 
-store_address: Callable[[str, int], str] = "distman/{}/start {}".format  # job id, start
-"""In the store of a launcher's agent: where rank 0 has opened the job's own at this start."""
-
-start_failure: Callable[[str, str], str] = "distman/{}/start failure {}".format  # job id, restart
-"""There: the ``FailureRecord`` of the first rank that failed before it joined; all that wait to meet read it."""
-
 opener_beside: ByName = "{}/opener".format
 """In the store of a process group of other code: the rank that opens the job's own, in words, the first to come."""
 
@@ -99,7 +93,7 @@ the store; rank 0 reads it, and so do the others where rank 0 does not judge."""
 
 TURNED_AWAY = "turned away"
 """Counter of processes that did not join, because they failed before, or were told that another one had. Each adds
-itself, or rank 0 does it for one that has told of its failure elsewhere; the opener waits for it."""
+itself; the opener waits for it."""
 
 join_record: ByNumber = "join record/{}".format
 """A ``JoinRecord``, by arrival, since two processes may claim one rank; rank 0 reads it, and ranks that give up."""

@@ -58,8 +58,7 @@ class Agent:
     """A process of the launcher on each host, one of which may serve a store, and which may start the ranks again.
 
     Attributes:
-        is_serving: Returns whether there is a store in which rank 0 can tell the others where it has opened the job's
-            own.
+        is_serving: Returns whether one of them serves a store at the address and port that the ranks are told.
         may_be_safe: Returns, of the environment and the name of the job, whether strangers may be unable to run code as
             the user; False where the variables tell otherwise.
         restart_count: The variable that counts how often the ranks were started again.

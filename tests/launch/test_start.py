@@ -241,34 +241,34 @@ def test_few_open_files_are_enough_or_all_ranks_are_told(free_port, limit, is_en
 
 
 RESTARTED = """
-import json, os, signal, socket, sys, time
+import os, signal, socket, sys, time
 from pathlib import Path
+from urllib.parse import urlsplit
 rank, count = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dying, times, when = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 is_dying = rank == dying and count < times
 if is_dying and when == "before":
     os.kill(os.getpid(), signal.SIGKILL)
-import torch.distributed as dist
 from distman import DistributedManager
+from distman._job.meeting.places import AtPorts
 from distman.collectives import all_gather_objects
 
-def tell_and_die(store, key, value, tell=dist.TCPStore.set):
-    tell(store, key, value)
-    Path("told.new").write_text(value)
-    Path("told.new").rename("told")
+def open_and_die(point, *arguments, open_it=AtPorts.open):
+    opened = open_it(point, *arguments)
+    Path("opened.new").write_text(opened.url)
+    Path("opened.new").rename("opened")
     time.sleep(3 if when == "while awaited" else 0)
     os.kill(os.getpid(), signal.SIGKILL)
 
 def is_gone():
-    place = "n1", json.loads(Path("told").read_text())["place"]["port"]
     try:
-        socket.create_connection(place).close()
+        socket.create_connection(("n1", urlsplit(Path("opened").read_text()).port)).close()
     except ConnectionRefusedError:
         return True
 
 if is_dying:
-    dist.TCPStore.set = tell_and_die  # of the agent's store, where rank 0 tells its place
-while when == "after telling" and rank != dying and not (Path("told").exists() and is_gone()):
+    AtPorts.open = open_and_die
+while when == "after opening" and rank != dying and not (Path("opened").exists() and is_gone()):
     time.sleep(0.05)
 manager = DistributedManager.initialize(rendezvous_timeout=60)
 print(sorted(all_gather_objects((manager.rank, count))), flush=True)
@@ -277,7 +277,7 @@ print(sorted(all_gather_objects((manager.rank, count))), flush=True)
 
 @pytest.mark.parametrize(
     ("dying", "times", "when"),
-    [(0, 1, "before"), (1, 2, "before"), (0, 1, "after telling"), (0, 1, "while awaited")],
+    [(0, 1, "before"), (1, 2, "before"), (0, 1, "after opening"), (0, 1, "while awaited")],
 )
 def test_ranks_whose_agents_have_restarted_them_unlike_often_meet(namespace_hosts, tmp_path, dying, times, when):
     (tmp_path / "train.py").write_text(RESTARTED)

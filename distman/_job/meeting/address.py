@@ -59,15 +59,16 @@ def given_address(environ: Mapping[str, str]) -> str | None:
 
 def find_address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return the address where the ranks meet and, for messages, where it comes from."""
-    given = given_address(environ)
+    given, launcher = given_address(environ), LAUNCHERS[environment.launcher]
     if given:
-        if means_loopback(given) and _spans_nodes(environment):
+        if (
+            means_loopback(given) and _spans_nodes(environment) and launcher.agent is None
+        ):  # whose agents have met there
             raise RendezvousError(
                 f"MASTER_ADDR must be an address that all nodes reach, got {given!r} from the environment of "
                 "a job on several nodes. Unset it, or set it to the name of rank 0's node."
             )
         return given, "MASTER_ADDR"
-    launcher = LAUNCHERS[environment.launcher]
     if launcher.meets_on_first_node and environment.main_address is not None:
         return environment.main_address, f"the first node of {variable_of(environment, 'main_address')}"
     if environment.is_on_one_node:
@@ -85,12 +86,16 @@ def find_ports(environ: Mapping[str, str], job_id: str, secret: bytes | None) ->
     """Return the ports at which the ranks may meet and, for messages, where they come from."""
     text = environ.get("MASTER_PORT", "")
     if not text:
-        return derive_ports(job_id, secret), f"derived from job {job_id!r}{' and its secret' if secret else ''}"
+        return derived_ports(job_id, secret)
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
         raise RendezvousError(
             f"MASTER_PORT must be a number between 1 and 65535, got {text!r} from the environment. Correct or unset it."
         )
     return (int(text),), f"{text} from MASTER_PORT"
+
+
+def derived_ports(job_id: str, secret: bytes | None) -> tuple[tuple[int, ...], str]:
+    return derive_ports(job_id, secret), f"derived from job {job_id!r}{' and its secret' if secret else ''}"
 
 
 def job_name(environment: LaunchEnvironment) -> str:

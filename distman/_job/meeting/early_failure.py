@@ -88,10 +88,8 @@ def tell_waiting_ranks(
     launcher = LAUNCHERS[environment.launcher]
     if environment.world_size == 1:
         return True
-    if launcher.agent is not None and launcher.agent.is_serving(environ) and not environment.is_on_one_node:
-        _tell_other_agents(failure, environment, environ, patience)
-        return True
-    if launcher.on_failure is not OnFailure.WAITS:
+    has_agents_elsewhere = launcher.agent is not None and not environment.is_on_one_node  # which go on
+    if launcher.on_failure is not OnFailure.WAITS and not has_agents_elsewhere:
         return True
     try:
         protection = find_protection(environment, environ)
@@ -106,17 +104,6 @@ def tell_waiting_ranks(
     except (ImportError, DistmanError, OSError):
         pass  # nobody waits, or nobody can be reached, and the traceback is printed already
     return True
-
-
-def _tell_other_agents(
-    failure: dict[str, Any], environment: LaunchEnvironment, environ: Mapping[str, str], patience: float
-) -> None:
-    """Tell the ranks of other hosts, whose agents do not end them with this one; it needs no secret, but torch."""
-    with contextlib.suppress(ImportError, OSError, DistmanError):  # torch may be what failed
-        meeting: Any = find_meeting(environment, environ)
-        meeting.leave_failure(
-            json.dumps({**failure, "rank": environment.rank}), max(patience, timing.EARLY_FAILURE_PAUSE)
-        )
 
 
 def _tell_of(point: Endpoint, failure: dict[str, Any], environment: LaunchEnvironment, patience: float) -> None:

@@ -35,8 +35,6 @@ class JobStore:
     timeout: float  # seconds that torch waits for a key
     is_opened_here: bool = False  # then it stays for others where the start fails
     opener: int | None = None  # the rank that opened it, once the verdict has told; None where none did
-    # asks rank 0's agent, until the verdict, for a rank that failed on its way here
-    find_failure: Callable[[], FailureRecord | None] = lambda: None
 
     @classmethod
     def entered(cls, client: Client, url: str, timeout: float) -> JobStore:

@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: on one host, at a port, over the launcher's agents, or over MPI."""
+"""How the ranks of a job meet: on one host, at a port, or over MPI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.places import AtPorts, OnThisHost
 from distman._job.meeting.secret import NO_PROTECTION, Protection
 from distman.environments import LAUNCHERS, LaunchEnvironment
-from distman.errors import RendezvousError
 
 
 class Meeting(Protocol):
@@ -35,18 +34,22 @@ def find_meeting(
     unreachable_after: float = timing.UNREACHABLE_UNWATCHED,
 ) -> Meeting:
     """Return how the ranks of a job meet, as the variables tell every rank alike."""
-    launcher = LAUNCHERS[environment.launcher]
-    job_id = address.job_name(environment)
-    if launcher.agent is not None and launcher.agent.is_serving(environ):
-        return _by_agent(environment, environ, job_id, protection, unreachable_after)
     if address.is_sent_over_mpi(environment, environ):
         from distman._job.meeting.announced import OverMpi  # here: a rank without torch does not get so far
 
         return OverMpi(environment, protection, unreachable_after)
+    launcher = LAUNCHERS[environment.launcher]
+    is_on_one_host = address.is_on_one_host(environment, environ)
+    job_id = address.job_name(environment)
     host, host_source = address.find_address(environment, environ)
-    ports, port_source = address.find_ports(environ, job_id, protection.key)
+    if launcher.agent is not None and launcher.agent.is_serving(environ):  # at the port that MASTER_PORT says
+        restart = environ.get(launcher.agent.restart_count, "0")  # each agent counts restarts for itself
+        job_id = "/".join([job_id, environ.get("MASTER_PORT", ""), *([restart] if is_on_one_host else [])])
+        ports, port_source = address.derived_ports(job_id, protection.key)
+    else:
+        ports, port_source = address.find_ports(environ, job_id, protection.key)
     by_place = launcher.meets_on_first_node and address.given_address(environ) is None
-    kind = OnThisHost if address.is_on_one_host(environment, environ) else AtPorts
+    kind = OnThisHost if is_on_one_host else AtPorts
     return kind(
         job_id=job_id,
         addresses=(host,),
@@ -57,35 +60,3 @@ def find_meeting(
         protection=protection,
         unreachable_after=unreachable_after,
     )
-
-
-def _by_agent(
-    environment: LaunchEnvironment,
-    environ: Mapping[str, str],
-    job_id: str,
-    protection: Protection,
-    unreachable_after: float,
-) -> Meeting:
-    """Return the meeting of ranks whose agents serve a store; on one host they need nothing but its name."""
-    variables = " and ".join(address.variable_of(environment, field) for field in ("main_address", "main_port"))
-    if environment.main_address is None or environment.main_port is None:
-        raise RendezvousError(
-            f"{variables} must be set under {environment.launcher}, got "
-            f"{environment.main_address!r} and {environment.main_port!r}. Keep what {environment.launcher} sets."
-        )
-    agent = LAUNCHERS[environment.launcher].agent
-    restart = environ.get(agent.restart_count, "0") if agent is not None else "0"
-    point = AtPorts(
-        job_id=job_id,
-        addresses=(environment.main_address,),
-        ports=(environment.main_port,),
-        source=f"{variables} of {environment.launcher}",
-        is_host=environment.rank == 0,
-        protection=protection,
-        unreachable_after=unreachable_after,
-    )
-    if environment.is_on_one_node:
-        return OnThisHost(**{**vars(point), "job_id": f"{job_id}/{restart}"})
-    from distman._job.meeting.announced import OverAgent  # here: it takes torch, which may be what fails
-
-    return OverAgent(point, restart)

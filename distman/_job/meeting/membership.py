@@ -208,11 +208,6 @@ class _Membership:
         return counts
 
     def _look(self) -> _Verdict | None:
-        with contextlib.suppress(dist.DistError):  # the agent may end before the ranks
-            failure = self.job_store.find_failure()
-            if failure is not None:
-                count(self.store, protocol.TURNED_AWAY, 1)  # it does not come
-                return _Verdict(failure=failure)
         self._read_arrivals()
         is_well = len(self.kinds) == 1 and len(self.ranks) == len(self.arrived)
         if is_well and len(self.ranks) < self.me.world_size and not self.store.check([protocol.MEMBERSHIP_EVENT]):

@@ -55,14 +55,6 @@ def is_own(address: str) -> bool:
     return True
 
 
-def leads_here(name: str) -> bool:
-    """Return whether a name, as this host sees it, is one of its own."""
-    try:
-        return any(map(is_own, addresses_of(name)))
-    except OSError:
-        return False
-
-
 def address_towards(name: str) -> str | None:
     """Return the address of this host on the way to another one; None where there is no way, or it is the loopback."""
     # The name of a host at which others meet leads back to it: then it is the address by which they come.

@@ -7,10 +7,10 @@ import pytest
 
 from distman._job.meeting import mpi
 from distman._job.meeting.address import derive_ports
-from distman._job.meeting.announced import OverAgent, OverMpi
+from distman._job.meeting.announced import OverMpi
 from distman._job.meeting.endpoint import url_of
 from distman._job.meeting.meeting import find_meeting
-from distman._job.meeting.places import OnThisHost
+from distman._job.meeting.places import AtPorts, OnThisHost
 from distman.environments import detect
 from distman.errors import RendezvousError
 from distman.testing import fake_environment
@@ -37,11 +37,17 @@ def test_on_one_node_the_ranks_meet_without_any_address(launcher):
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_ranks_of_torchrun_ask_its_agent_on_several_nodes_only(nodes):
+def test_the_ranks_of_torchrun_meet_beside_its_agent(nodes):
     found = points("torchrun", nodes=nodes)
-    assert {type(meeting) for meeting in found} == {OverAgent if nodes > 1 else OnThisHost}
-    assert agreed([meeting.point if nodes > 1 else meeting for meeting in found])[1:] == (("n1",), (29400,))
+    assert {type(meeting) for meeting in found} == {AtPorts if nodes > 1 else OnThisHost}
+    job_id, addresses, ports = agreed(found)
+    assert (addresses, ports) == (("n1",), derive_ports(job_id))
     assert [meeting.is_host for meeting in found] == [True, False]
+
+
+def test_two_agents_of_one_host_may_meet_at_its_loopback():
+    found = points("torchrun", nodes=2, MASTER_ADDR="localhost")
+    assert agreed(found)[1] == ("localhost",)
 
 
 def test_each_restart_of_torchrun_is_a_job_of_its_own():

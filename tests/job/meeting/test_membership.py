@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import random
@@ -16,8 +15,7 @@ import torch.distributed as dist
 from distman._base import timing
 from distman._coordination import messages, protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._job.meeting import announced, early_failure, endpoint, membership
-from distman._job.meeting.announced import OverAgent
+from distman._job.meeting import early_failure, endpoint, membership
 from distman._job.meeting.early_failure import _tell
 from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.meeting import find_meeting
@@ -343,31 +341,25 @@ def test_whoever_fails_before_it_joins_is_told_to_all_whoever_opens_the_store(po
                 future.result(timeout=20)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("is_first", [True, False])
-def test_who_fails_before_it_joins_is_heard_over_the_agent_on_another_host(rank, is_first, monkeypatch):
-    """It needs no secret for that; rank 1 does not hear where to meet."""
-    monkeypatch.setattr(announced, "_starts", itertools.count())
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def test_who_fails_before_it_joins_is_heard_by_the_ranks_of_another_agent():
+    """torchrun does not end them with this one."""
     environ = {
         **{"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"},
-        **{"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": f"{agent.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        **{"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": f"{os.getpid()}", "TORCHELASTIC_USE_AGENT_STORE": "True"},
         **{"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_WORLD_SIZE": "3"},
-        "DISTMAN_SECRET_FILE": "/nowhere",
     }
     there = find_meeting(detect(environ).environment, environ)
-    assert isinstance(there, OverAgent)
 
-    def come():
+    def come(rank):
         with contextlib.closing(there.open(0, 60.0) if rank == 0 else there.find(rank, 60.0)) as job_store:
-            return take_part(job_store, join_record(rank, 2), timeout=60.0)
+            return take_part(job_store, join_record(rank, 3), timeout=60.0)
 
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        coming = None if is_first else pool.submit(come)
-        early_failure.tell_waiting_ranks(FAILURE, environ)
-        coming = coming or pool.submit(come)
-        with pytest.raises(JobFailed, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"):
-            coming.result(timeout=30)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(come, rank) for rank in range(2)]
+        assert early_failure.tell_waiting_ranks(FAILURE, environ)
+        for other in others:
+            with pytest.raises(JobFailed, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"):
+                other.result(timeout=30)
 
 
 def test_rank_zero_says_who_is_missing_while_it_waits(point, monkeypatch, caplog):

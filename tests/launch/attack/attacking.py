@@ -72,8 +72,6 @@ class Scene:
             "marker": str(self.theirs / IS_MARKED),
             "tries": TRIES,
             "kinds": None,
-            "waits": False,
-            "agent": None,
             "plants": "",
             "chase": None,
             "crowd": False,

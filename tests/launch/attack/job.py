@@ -91,8 +91,6 @@ def show_what_is_public(manager):
 
 
 def main():
-    while os.environ.get("RANK") == "0" and (FOLDER / "hold").exists():
-        time.sleep(PAUSE)
     manager = DistributedManager.initialize(rendezvous_timeout=TIMEOUT)
     if manager.rank == 0:
         show_what_is_public(manager)
