@@ -52,14 +52,7 @@ class WaitScope(TrackedWait):
 
 def collective(func: Callable[P, R]) -> Callable[P, R]:
     """Let a function that waits for other ranks be found waiting, and be in no graph that ``torch.compile`` makes."""
-
-    @functools.wraps(func)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with WaitScope(func.__name__):
-            raise_if_failed()
-            return func(*args, **kwargs)
-
-    return outside_graphs(call)
+    return outside_graphs(traceable_collective(func))
 
 
 def traceable_collective(func: Callable[P, R]) -> Callable[P, R]:
