@@ -1,4 +1,4 @@
-"""libmunge against a daemon of our own: what a credential proves, and what is said of one that proves nothing."""
+"""munge against a daemon of our own: what a credential proves, and what is said of one that proves nothing."""
 
 import os
 import subprocess
@@ -115,8 +115,8 @@ def test_a_socket_that_is_not_there_is_none(tmp_path):
     assert munge.find_socket({"SLURM_CONF": str(file)}) is None
 
 
-def test_without_the_library_there_is_no_socket(munged, tmp_path, monkeypatch):
+def test_without_the_programs_there_is_no_socket(munged, tmp_path, monkeypatch):
     file = tmp_path / "slurm.conf"
     file.write_text(f"AuthInfo=socket={munged.socket}\n")
-    monkeypatch.setattr(munge, "_LIBRARY", "libmunge-of-nobody.so")
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert munge.find_socket({"SLURM_CONF": str(file)}) is None
