@@ -86,15 +86,6 @@ def establish_membership(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Wrong:
-    """What a verdict says beside the peers."""
-
-    error: Line | None
-    failure: FailureRecord | None
-    opener: int | None
-
-
-@dataclasses.dataclass(frozen=True)
 class _Verdict:
     """What rank 0 found: the peers and the rank that opened the store, or what is wrong."""
 
@@ -104,23 +95,23 @@ class _Verdict:
     opener: int | None = None
 
     def pack(self) -> bytes:
-        """Return the verdict for the store: a line of JSON on what is wrong, then a line for each peer."""
+        """Return the verdict for the store: a line of JSON with all but the peers, then a line for each of them."""
         failure = dataclasses.asdict(self.failure) if self.failure is not None else None
-        wrong = json.dumps({"error": self.error, "failure": failure, "opener": self.opener}).encode()
-        return zlib.compress(b"\n".join([wrong, *self.peers.rows]), 1)
+        head = json.dumps([self.error, failure, self.opener]).encode()
+        return zlib.compress(b"\n".join([head, *self.peers.rows]), 1)
 
     @classmethod
     def unpack(cls, data: bytes) -> _Verdict:
         what = "the verdict on who takes part"
         stream = zlib.decompressobj()
         try:
-            wrong, *rows = stream.decompress(data, _MOST_VERDICT).split(b"\n")
+            head, *rows = stream.decompress(data, _MOST_VERDICT).split(b"\n")
         except zlib.error as error:
             raise MalformedMessageError(what, f"{error}") from None
-        found = decode(wrong, _Wrong, what)
-        if not stream.eof or (found.opener is not None and not 0 <= found.opener < len(rows)):
-            raise MalformedMessageError(what, f"it has no end, or no rank {found.opener}")
-        return cls(Peers(rows), found.error, found.failure, found.opener)
+        reason, failure, opener = decode(head, tuple[Line | None, FailureRecord | None, int | None], what)
+        if not stream.eof or (opener is not None and not 0 <= opener < len(rows)):
+            raise MalformedMessageError(what, f"it has no end, or no rank {opener}")
+        return cls(Peers(rows), reason, failure, opener)
 
 
 @dataclasses.dataclass
