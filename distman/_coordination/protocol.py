@@ -51,11 +51,9 @@ def job(*parts: object) -> str:
 in_job: ByName = "distman/{}".format
 """One of the keys below as it stands in the whole store, for a process that is not a rank yet."""
 
-opener_beside: ByName = "{}/opener".format
-"""In the store of a process group of other code: the rank that opens the job's own, in words, the first to come."""
-
 store_beside: ByName = "{}/store".format
-"""There: where the job's own is and what lets in there, or why it could not be opened. The opener writes it."""
+"""In the store of a process group of other code: where the job's own is and what lets in there, or why it could not be
+opened. Rank 0 writes it."""
 
 PROCESS_GROUP = "group"
 """What torch keeps for the default process group."""

@@ -31,7 +31,7 @@ from distman._job.group_end import end_groups
 from distman._job.interface import choose_interface, forget_interface, stay_on_this_host
 from distman._job.job import Job, Limits, abort_job
 from distman._job.meeting import mpi
-from distman._job.meeting.announced import ADOPTED, open_beside
+from distman._job.meeting.announced import ADOPTED, over_group
 from distman._job.meeting.endpoint import UNIX, nothing
 from distman._job.meeting.join import Rendezvous, join, join_at, join_record_of, warn_of_strangers
 from distman._job.meeting.join_record import JoinRecord
@@ -290,7 +290,7 @@ def _join_in_group(me: JoinRecord, limits: Limits, unreachable_after: float) -> 
     if group is None:
         raise DistmanError("the default process group must exist to be adopted, got none. Create it first.")
     name = protocol.job(next(_adoptions.setdefault(group, itertools.count())))
-    job_store = open_beside(default_store(), name, me.rank, limits.rendezvous, unreachable_after)
+    job_store = over_group(default_store(), name, me.rank, unreachable_after).open(me.rank, limits.rendezvous)
     return join_at(job_store, me, timeout=limits.rendezvous, source=ADOPTED, environ=os.environ)
 
 

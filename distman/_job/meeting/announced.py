@@ -1,4 +1,4 @@
-"""Stores whose address nobody knows beforehand: the rank that has started one announces it over what all ranks share.
+"""Stores whose address nobody knows beforehand: rank 0, which has opened one, announces it over what all ranks share.
 
 That is MPI, or the store of a process group which other code has made.
 """
@@ -6,6 +6,7 @@ That is MPI, or the store of a process group which other code has made.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import secrets
 import time
@@ -15,15 +16,13 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from distman._base import timing
-from distman._base.text import printable
 from distman._coordination import protocol
-from distman._coordination.failure.record import FailureRecord, Here
+from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import (
     Addresses,
     MalformedMessageError,
     Port,
     decode,
-    decode_text,
 )
 from distman._job.meeting import mpi
 from distman._job.meeting.endpoint import nothing, url_of
@@ -72,105 +71,112 @@ def _open_anywhere(
     return opened, announcement
 
 
-class OverMpi:
-    """Rank 0 opens the store, and a broadcast over MPI says where it is, and what its secret is."""
+Told = tuple[Announcement, bytes | None]
+"""Where the store is, and its secret."""
 
-    source = "address and port from rank 0 over MPI"
 
-    def __init__(self, environment: LaunchEnvironment, protection: Protection, unreachable_after: float) -> None:
-        self.is_host = environment.rank == 0
-        self._environment = environment
-        name = environment.job_id or environment.launcher
-        self._point = AtPorts(name, (), (), self.source, self.is_host, "rank 0", protection, unreachable_after)
+class Announced:
+    """Rank 0 opens the store at any free port, and a broadcast tells the others of it.
+
+    ``broadcast`` returns on all ranks what a function returns on rank 0, within some seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        protection: Protection,
+        unreachable_after: float,
+        broadcast: Callable[[Callable[[], Told], float], Told],
+        *,
+        is_host: bool,
+    ) -> None:
+        self.source = source
+        self.is_host = is_host
+        self._broadcast = broadcast
+        self._point = AtPorts(name, (), (), source, is_host, "rank 0", protection, unreachable_after)
 
     def open(self, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
         """Take part in the broadcast, by which the other ranks find the store."""
         opened: list[JobStore] = []
 
-        def open_here() -> tuple[Announcement, bytes | None]:
+        def open_here() -> Told:
             job_store, announcement = _open_anywhere(self._point, rank, timeout, meanwhile)
             opened.append(job_store)
             return announcement, job_store.secret
 
         try:
-            announcement, secret = mpi.broadcast_from_rank_zero(self._environment, open_here, timeout)
+            announcement, secret = self._broadcast(open_here, timeout)
         except BaseException:  # Ctrl-C too: a connection that is left open would count as a member
             for job_store in opened:
                 job_store.close()
             raise
-        return opened[0] if opened else announcement.endpoint(self._point, secret).find(rank, timeout)
+        if opened:
+            return opened[0]
+        return announcement.endpoint(self._point, secret).find(rank, min(timeout, timing.ANNOUNCED_OPEN))
 
     find = open
 
 
+def over_mpi(environment: LaunchEnvironment, protection: Protection, unreachable_after: float) -> Announced:
+    name, source = environment.job_id or environment.launcher, "address and port from rank 0 over MPI"
+    broadcast = functools.partial(mpi.broadcast_from_rank_zero, environment)
+    return Announced(name, source, protection, unreachable_after, broadcast, is_host=environment.rank == 0)
+
+
+def over_group(store: dist.Store, job: str, rank: int, unreachable_after: float) -> Announced:
+    """Return how ranks meet whose process group other code has made; a process that reads its store is let in."""
+    broadcast = functools.partial(_broadcast_over, store, protocol.store_beside(job), rank)
+    return Announced(job, ADOPTED, Protection(Source.GROUP), unreachable_after, broadcast, is_host=rank == 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Beside:
-    """What the rank that opens the store beside a group of other code tells the others."""
+    """What rank 0 tells the others over the store of their process group."""
 
     place: Announcement | None = None
     secret: str = ""  # hexadecimal
-    failure: FailureRecord | None = None  # why it could not
+    failure: FailureRecord | None = None  # why it could not open the store
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
 
-def open_beside(
-    group_store: dist.Store,
-    job: str,
-    rank: int,
-    timeout: float,
-    unreachable_after: float = timing.UNREACHABLE_UNWATCHED,
-) -> JobStore:
-    """Open the store of a job whose process group other code has made, and tell the others over that group's store."""
-    # The first rank to come opens it. A process that reads the group's store is let in.
+def _broadcast_over(store: dist.Store, key: str, rank: int, make: Callable[[], Told], timeout: float) -> Told:
     try:
-        return _open_beside(group_store, job, rank, timeout, unreachable_after)
+        if rank != 0:
+            return _read_beside(store, key, timeout)
+        try:
+            place, secret = make()
+        except BaseException as error:  # Ctrl-C too: the others would wait for it
+            store.set(key, _Beside(failure=FailureRecord.of(error, rank)).to_json())
+            raise
+        store.set(key, _Beside(place, (secret or b"").hex()).to_json())
     except dist.DistError as error:
         raise RendezvousError(
             f"joining failed: the store of the process group was lost: {str(error).splitlines()[0]} [{ADOPTED}]. See "
             "what ended the process that serves it, which is mostly rank 0."
         ) from error
+    return place, secret
 
 
-def _open_beside(group_store: dist.Store, job: str, rank: int, timeout: float, unreachable_after: float) -> JobStore:
-    me, key = str(Here(rank)), protocol.store_beside(job)
-    protection = Protection(Source.GROUP)
-    point = AtPorts(job, (), (), ADOPTED, is_host=False, protection=protection, unreachable_after=unreachable_after)
-    opener = decode_text(group_store.compare_set(protocol.opener_beside(job), "", me))
-    if opener == me:
-        try:
-            opened, place = _open_anywhere(point, rank, timeout)
-        except BaseException as error:  # Ctrl-C too: the others would wait for it
-            group_store.set(key, _Beside(failure=FailureRecord.of(error, rank)).to_json())
-            raise
-        try:
-            group_store.set(key, _Beside(place, (opened.secret or b"").hex()).to_json())
-        except BaseException:  # Ctrl-C too: it would keep the store, where no rank can find it
-            opened.close()
-            raise
-        return opened
-    beside = _read_beside(group_store, key, printable(opener), timeout)
+def _read_beside(store: dist.Store, key: str, timeout: float) -> Told:
+    until, pause = time.monotonic() + timeout, timing.ANNOUNCED_PAUSE
+    while not store.check([key]):  # torch's stores have no wait that Ctrl-C interrupts
+        if time.monotonic() > until:
+            raise RendezvousError(
+                f"rank 0 must tell where it has opened the job's store within {timeout:g} s, got nothing in the store "
+                f"of the process group [{ADOPTED}]. See whether it reached DistributedManager.initialize(); set "
+                "rendezvous_timeout for slow starts."
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, timing.ANNOUNCED_LONGEST_PAUSE)
+    beside = decode(store.get(key), _Beside, "where the job's store is, in that of the group")
     if beside.failure is not None:
         raise beside.failure.to_failure()
     if beside.place is None:
         raise MalformedMessageError(key, "it tells no place")
     try:
-        secret = bytes.fromhex(beside.secret)
+        return beside.place, bytes.fromhex(beside.secret)
     except ValueError as error:
         raise MalformedMessageError("the secret of the job's store", str(error)) from None
-    return beside.place.endpoint(point, secret).find(rank, min(timeout, timing.ANNOUNCED_OPEN))
-
-
-def _read_beside(group_store: dist.Store, key: str, opener: str, timeout: float) -> _Beside:
-    until, pause = time.monotonic() + timeout, timing.ANNOUNCED_PAUSE
-    while not group_store.check([key]):  # torch's stores have no wait that Ctrl-C interrupts
-        if time.monotonic() > until:
-            raise RendezvousError(
-                f"{opener}, the first to call DistributedManager.initialize(), must tell where it has opened the job's "
-                f"store within {timeout:g} s, got nothing in the store of the process group [{ADOPTED}]. See its "
-                "error; set rendezvous_timeout for slow starts."
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, timing.ANNOUNCED_LONGEST_PAUSE)
-    return decode(group_store.get(key), _Beside, "where the job's store is, in that of the group")

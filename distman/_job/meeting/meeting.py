@@ -35,9 +35,9 @@ def find_meeting(
 ) -> Meeting:
     """Return how the ranks of a job meet, as the variables tell every rank alike."""
     if address.is_sent_over_mpi(environment, environ):
-        from distman._job.meeting.announced import OverMpi  # here: a rank without torch does not get so far
+        from distman._job.meeting.announced import over_mpi  # here: a rank without torch does not get so far
 
-        return OverMpi(environment, protection, unreachable_after)
+        return over_mpi(environment, protection, unreachable_after)
     launcher = LAUNCHERS[environment.launcher]
     is_on_one_host = address.is_on_one_host(environment, environ)
     job_id = address.job_name(environment)

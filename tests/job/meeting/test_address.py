@@ -7,7 +7,7 @@ import pytest
 
 from distman._job.meeting import mpi
 from distman._job.meeting.address import derive_ports
-from distman._job.meeting.announced import OverMpi
+from distman._job.meeting.announced import Announced
 from distman._job.meeting.endpoint import url_of
 from distman._job.meeting.meeting import find_meeting
 from distman._job.meeting.places import AtPorts, OnThisHost
@@ -102,13 +102,13 @@ def test_an_address_alone_gets_a_derived_port():
 
 @pytest.mark.parametrize("launcher", ["openmpi", "hydra", "mvapich", "pals"])
 def test_mpi_on_several_nodes_needs_a_broadcast(launcher):
-    assert [type(meeting) for meeting in points(launcher, nodes=2, tasks=4)] == [OverMpi] * 4
+    assert [type(meeting) for meeting in points(launcher, nodes=2, tasks=4)] == [Announced] * 4
 
 
 def test_open_mpi_4_tells_the_node_of_mpirun_where_mpi4py_is_missing(monkeypatch):
     uri = {"OMPI_MCA_orte_hnp_uri": "7.0;tcp://10.0.0.9,192.168.0.9:3000"}
     monkeypatch.setattr(mpi, "is_installed", lambda: True)
-    assert [type(meeting) for meeting in points("openmpi", nodes=2, **uri)] == [OverMpi] * 2
+    assert [type(meeting) for meeting in points("openmpi", nodes=2, **uri)] == [Announced] * 2
     monkeypatch.setattr(mpi, "is_installed", lambda: False)
     assert agreed(points("openmpi", nodes=2, **uri))[1] == ("10.0.0.9",)
 
