@@ -87,7 +87,7 @@ VERDICT_HEARD = "verdict heard"
 
 EARLY_FAILURE = "early failure"
 """The ``FailureRecord`` of a rank that failed before it joined. That rank writes it, or for the opener the process of
-the store; rank 0 reads it, and so do the others where rank 0 does not judge."""
+the store; all read it: those that come later at once, and those that wait where rank 0 does not judge."""
 
 TURNED_AWAY = "turned away"
 """Counter of processes that did not join, because they failed before, or were told that another one had. Each adds

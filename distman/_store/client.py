@@ -57,11 +57,6 @@ class Client:
         return self._first.answer.pid
 
     @property
-    def failure(self) -> bytes:
-        """What a rank that failed had left when this process came; empty without one."""
-        return self._first.answer.failure
-
-    @property
     def job_key(self) -> bytes:
         """The key that the ranks of this session share with nobody; empty where there is no secret to make it from."""
         if self.door.secret:
@@ -149,10 +144,6 @@ class Client:
     def revoke_will(self) -> None:
         """Let the end of this process mean nothing; do not wait."""
         self._post(frames.WILL)
-
-    def leave_failure(self, failure: bytes) -> bytes:
-        """Leave a failure for all clients to come, and return the first that was left."""
-        return self._call(frames.FAIL, failure)
 
     def shut(self) -> None:
         """Let nobody in any more; the address is free when this returns."""

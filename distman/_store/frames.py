@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 MOST_BYTES = 64 << 20
 """Bytes of a message, twice what ranks take from each other: larger ones would hold up all others, since the store is
 one thread that copies them. A length that somebody made up is found by it, too."""
-MOST_FAILURE_BYTES = 1 << 20
-"""Bytes of the failure that a store keeps for clients to come: one with a long traceback fits."""
 
 SET, GET, ADD, CHECK, WAIT, COMPARE_SET, DELETE, NUM_KEYS = range(1, 9)
-MULTI_GET, MULTI_SET, APPEND, ARRIVE, WILL, FAIL, SHUT, NUM_UNPROVED, MEMBERS = range(9, 18)
+MULTI_GET, MULTI_SET, APPEND, ARRIVE, WILL, SHUT, NUM_UNPROVED, MEMBERS = range(9, 17)
 """The operations; operations.py says what the fields of each are."""
 
 OK, TIMED_OUT, GIVEN_UP, INVALID, MALFORMED = range(5)

@@ -21,7 +21,7 @@ from _operator import _compare_digest  # hmac's, which would load OpenSSL
 from posix import urandom
 from struct import Struct
 
-from distman._store.frames import LENGTH, MOST_FAILURE_BYTES, MalformedError, pack, unpack
+from distman._store.frames import LENGTH, MalformedError, pack, unpack
 
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ MOST_CREDENTIAL_BYTES = 4096  # munge's have some 300
 CHALLENGE_HEAD_BYTES = NONCE_BYTES + LENGTH.size
 CHALLENGE_BYTES = CHALLENGE_HEAD_BYTES + MAC_BYTES  # and the credential
 MOST_HELLO_BYTES = 64  # nobody has proved anything when it is read
-MOST_ANSWER_BYTES = MOST_FAILURE_BYTES + 1024
+MOST_ANSWER_BYTES = 1024
 
 MEMBER, WATCHER, VISITOR = range(1, 4)
 """What a client is: a rank, whose end is the end of the rank; another connection of it; one that only tells or asks."""
@@ -93,24 +93,23 @@ class Hello:
 class Answer:
     """What a client is told that has proved itself."""
 
-    __slots__ = ("drawn_key", "failure", "pid", "session")
+    __slots__ = ("drawn_key", "pid", "session")
 
-    def __init__(self, session: bytes, pid: int, drawn_key: bytes, failure: bytes) -> None:
+    def __init__(self, session: bytes, pid: int, drawn_key: bytes) -> None:
         self.session = session  # name of this opening of the store
         self.pid = pid  # of the process that serves it
         # drawn for the job by the store, where nobody can read it on the way; empty elsewhere
         self.drawn_key = drawn_key
-        self.failure = failure  # what a rank that failed has left; empty without one
 
     def pack(self) -> bytes:
-        return pack([self.session, LENGTH.pack(self.pid), self.drawn_key, self.failure])
+        return pack([self.session, LENGTH.pack(self.pid), self.drawn_key])
 
     @classmethod
     def unpack(cls, packed: bytes) -> Answer:
         fields = unpack(packed)
-        if len(fields) != 4 or len(fields[1]) != LENGTH.size:
+        if len(fields) != 3 or len(fields[1]) != LENGTH.size:
             raise MalformedError("no answer")
-        return cls(fields[0], LENGTH.unpack(fields[1])[0], *fields[2:])
+        return cls(fields[0], LENGTH.unpack(fields[1])[0], fields[2])
 
 
 class ClientSide:

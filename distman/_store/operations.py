@@ -25,8 +25,7 @@ _MILLISECONDS = 1000
 class Operations:
     """Carries out the requests of clients on a table."""
 
-    def __init__(self, table: Table, shut: Callable[[], None], failure: bytes = b"") -> None:
-        self.failure = failure  # what all clients are told, or what a client that failed has left; empty for nothing
+    def __init__(self, table: Table, shut: Callable[[], None]) -> None:
         self.num_unproved = 0  # how many began a handshake and did not end it: they may have another secret
         self.members: list[int] = []  # the ranks whose end has not been seen
         self._table = table
@@ -104,12 +103,6 @@ class Operations:
                     key, counter, unless, if_closed, if_unreachable = fields
                     peer.will = Will(key, counter, unless, if_closed, if_unreachable)
                 return None
-            case frames.FAIL:  # the first failure is kept for all clients to come
-                (failure,) = fields
-                if len(failure) > frames.MOST_FAILURE_BYTES:
-                    raise MalformedError("a failure that is too long")
-                self.failure = self.failure or failure
-                return self.failure
             case frames.SHUT:
                 self._shut()
                 return b""

@@ -98,7 +98,6 @@ def start_store(
     opener: int | None = None,
     entry_limit: float,
     unreachable_after: float,
-    failure: bytes = b"",
 ) -> StoreProcess:
     """Start the process that serves a store, and do not wait for it: it is dialled like any other."""
     # The process holds nothing of this one: no files, no terminal, no session. The secret goes through a pipe. The
@@ -111,7 +110,6 @@ def start_store(
         "credential": credential,
         "opener": None if opener is None else (opener, os.getpid()),
         "entry_limit": entry_limit,
-        "failure": failure,
         "unreachable_after": unreachable_after,
     }
     with listener:

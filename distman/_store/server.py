@@ -60,8 +60,7 @@ class Server:
 
     # ``secret`` is None where the kernel's word has to do. ``credential`` is sent to all clients, before any proof.
     # ``opener`` is rank and process that has started it and enters too: others may have come and gone before; None
-    # waits for nobody. A first member must come within ``entry_limit`` seconds. ``failure`` is what all clients are
-    # told, as if a rank that failed had left it.
+    # waits for nobody. A first member must come within ``entry_limit`` seconds.
 
     def __init__(
         self,
@@ -72,7 +71,6 @@ class Server:
         credential: bytes,
         opener: tuple[int, int] | None,
         entry_limit: float,
-        failure: bytes,
         unreachable_after: float,
         most_descriptors: int,
     ) -> None:
@@ -90,7 +88,7 @@ class Server:
         self._door: int | None = listener.fileno()
         self._door_rests_until: float | None = None
         self._table = Table()
-        self._operations = Operations(self._table, self._shut, failure)
+        self._operations = Operations(self._table, self._shut)
         self._peers: dict[int, Peer] = {}
         self._guests: dict[Peer, float] = {}
         self._num_members = 0
@@ -231,7 +229,7 @@ class Server:
             self._ends_at = None
             if (guest.hello.rank, guest.hello.pid) == self._awaited:
                 self._awaited = None
-        guest.send(side.welcome(Answer(self._session, posix.getpid(), self._drawn_key, self._operations.failure)))
+        guest.send(side.welcome(Answer(self._session, posix.getpid(), self._drawn_key)))
 
     def _refuse(self, peer: Peer, reason: bytes) -> None:
         """End the connection of a member that sends nonsense, and tell it so; a guest hears nothing."""

@@ -54,7 +54,7 @@ class MemoryStore(TorchStore):
 class OpenStore:
     """A store, and whoever has been let in."""
 
-    def __init__(self, kind, *, secret=SECRET, entry_limit=PATIENCE, failure=b"", opener=None):
+    def __init__(self, kind, *, secret=SECRET, entry_limit=PATIENCE, opener=None):
         listener, self.address = listen(kind)
         self.door = door(self.address, secret)
         self.process = start_store(
@@ -64,7 +64,6 @@ class OpenStore:
             opener=opener,
             entry_limit=entry_limit,
             unreachable_after=PATIENCE,
-            failure=failure,
         )
         self.process.wait_until_up(PATIENCE)
         self.is_over = False
@@ -112,7 +111,6 @@ def served_here(kind="unix", *, secret=SECRET, most_descriptors=4096):
         credential=b"",
         opener=None,
         entry_limit=PATIENCE,
-        failure=b"",
         unreachable_after=PATIENCE,
         most_descriptors=most_descriptors,
     )

@@ -44,7 +44,7 @@ def shake_hands(change=lambda _name, message: message, *, client=(KEY, WHERE), s
     if proof is None:
         raise HandshakeError
     hello = serving.hello(*proof)
-    welcome = cut(change("welcome", serving.welcome(Answer(b"session", 77, b"", b"failure"))))
+    welcome = cut(change("welcome", serving.welcome(Answer(b"session", 77, b""))))
     if welcome is None:
         raise HandshakeError
     return hello, caller.answer(*welcome)
@@ -53,7 +53,7 @@ def shake_hands(change=lambda _name, message: message, *, client=(KEY, WHERE), s
 def test_both_sides_learn_who_the_other_is():
     hello, answer = shake_hands()
     assert (hello.role, hello.rank, hello.pid) == (MEMBER, 3, 812)
-    assert (answer.session, answer.pid, answer.drawn_key, answer.failure) == (b"session", 77, b"", b"failure")
+    assert (answer.session, answer.pid, answer.drawn_key) == (b"session", 77, b"")
 
 
 def lengths():
@@ -174,7 +174,7 @@ def test_a_hello_that_is_none_is_refused(packed):
         Hello.unpack(packed)
 
 
-@pytest.mark.parametrize("packed", [b"", b"\0" * 16, Answer(b"", 1, b"", b"").pack() + b"\0" * 4, b"\1"])
+@pytest.mark.parametrize("packed", [b"", b"\0" * 16, Answer(b"", 1, b"").pack() + b"\0" * 4, b"\1"])
 def test_an_answer_that_is_none_is_refused(packed):
     with pytest.raises(MalformedError):
         Answer.unpack(packed)

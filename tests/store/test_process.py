@@ -83,19 +83,6 @@ def test_it_does_not_wait_for_one_who_has_ended():
     os.close(end)
 
 
-def test_a_failure_is_told_to_those_who_come_later():
-    with open_store("unix") as store:
-        store.client(MEMBER, 0)
-        assert store.client(VISITOR, 3).leave_failure(b"boom") == b"boom"
-        assert store.client(VISITOR, 2).failure == b"boom"
-        assert store.client(VISITOR, 4).leave_failure(b"another one") == b"boom"
-
-
-def test_a_failure_is_told_from_the_first_moment():
-    with open_store("unix", failure=b"boom") as store:
-        assert store.client(MEMBER, 1).failure == b"boom"
-
-
 def test_one_that_nobody_uses_ends_when_it_is_shut():
     with open_store("unix") as store:
         store.client(VISITOR).shut()

@@ -117,22 +117,27 @@ def _tell_of(point: Endpoint, failure: dict[str, Any], environment: LaunchEnviro
 def _tell(client: Client, failure: bytes) -> None:
     """Leave a failure with the store of the job, for those that come later and those that wait for all to come."""
     with contextlib.closing(client):
-        client.compare_set(_key(protocol.EARLY_FAILURE), b"", failure)
-        client.set(_key(protocol.MEMBERSHIP_EVENT), b"failure")
-        client.leave_failure(failure)  # last: a rank that is turned away by it does not judge
+        _leave(client, failure)
         client.add(_key(protocol.TURNED_AWAY), 1)
 
 
 def _hold_store(point: Endpoint, failure: bytes, environment: LaunchEnvironment, patience: float) -> None:
     """Open the store that the others look for, and stay until all have been told."""
     until = time.monotonic() + patience
-    client, is_own = point.start_or_enter(environment.rank, patience, failure=failure)
+    client, is_own = point.start_or_enter(environment.rank, patience)
     if not is_own:
         _tell(client, failure)
         return
+    told = _key(protocol.TURNED_AWAY), _key(protocol.VERDICT_HEARD)
     with contextlib.closing(client):
-        while client.add(_key(protocol.TURNED_AWAY), 0) < environment.world_size - 1 and time.monotonic() < until:
+        _leave(client, failure)
+        while sum(client.add(key, 0) for key in told) < environment.world_size - 1 and time.monotonic() < until:
             time.sleep(timing.EARLY_FAILURE_PAUSE)
+
+
+def _leave(client: Client, failure: bytes) -> None:
+    client.compare_set(_key(protocol.EARLY_FAILURE), b"", failure)
+    client.set(_key(protocol.MEMBERSHIP_EVENT), b"failure")
 
 
 def _key(name: str) -> bytes:

@@ -76,17 +76,12 @@ class Endpoint(ABC):
         """Return where the store may be."""
 
     @abstractmethod
-    def start_or_enter(
-        self, rank: int, timeout: float, *, failure: bytes = b"", meanwhile: Callable[[], None] = nothing
-    ) -> tuple[Client, bool]:
-        """Start the store of the job, or enter that of another process of it; return also whether it was started here.
-
-        All that arrive are told of the ``failure``, if this process starts it.
-        """
+    def start_or_enter(self, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> tuple[Client, bool]:
+        """Start the store of the job, or enter that of another process of it; return also whether it was started."""
 
     def open(self, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
         """Start the store of the job; where another process has done so already, enter it: this rank came twice."""
-        client, is_own = self.start_or_enter(rank, timeout, meanwhile=meanwhile)
+        client, is_own = self.start_or_enter(rank, timeout, meanwhile)
         shown = url_of(client.door.address)
         if not is_own:
             return JobStore.entered(client, shown, timeout)
@@ -183,7 +178,6 @@ class Endpoint(ABC):
         address: Address,
         rank: int,
         timeout: float,
-        failure: bytes,
         meanwhile: Callable[[], None],
     ) -> Iterator[Door]:
         """Start the process of the store, and yield its door; if anything fails until the end of the block, end it."""
@@ -198,7 +192,6 @@ class Endpoint(ABC):
                 opener=rank,
                 entry_limit=timeout + timing.OPEN_ENTRY,
                 unreachable_after=door.unreachable_after,
-                failure=failure,
             )
             try:
                 meanwhile()

@@ -39,10 +39,15 @@ class JobStore:
     @classmethod
     def entered(cls, client: Client, url: str, timeout: float) -> JobStore:
         """Return the connection to a store that another process has opened; raise the failure that was left there."""
-        if client.failure:
-            with contextlib.closing(client), contextlib.suppress(StoreLostError):  # then nobody counts any more
+        key = protocol.in_job(protocol.EARLY_FAILURE).encode()
+        failure = b""
+        with contextlib.suppress(StoreLostError):  # then nobody counts any more
+            if client.check([key]):
+                failure = client.get(key, timeout)
                 client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)
-            raise FailureRecord.told(client.failure).to_failure()
+        if failure:
+            client.close()
+            raise FailureRecord.told(failure).to_failure()
         return cls(client, url, timeout)
 
     @functools.cached_property

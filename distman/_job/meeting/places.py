@@ -68,9 +68,7 @@ class OnThisHost(Endpoint):
                 found[show(name)] = f"it is of uid {parts[1]}, and this rank of uid {me}; all ranks must be one user's"
         return found
 
-    def start_or_enter(
-        self, rank: int, timeout: float, *, failure: bytes = b"", meanwhile: Callable[[], None] = nothing
-    ) -> tuple[Client, bool]:
+    def start_or_enter(self, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> tuple[Client, bool]:
         with self._alone():
             client, _, _ = self.try_all(rank, timing.OPEN_LOOK)
             if client is not None:
@@ -83,7 +81,7 @@ class OnThisHost(Endpoint):
                     f"{self.opener} must be able to listen at {show(name)}, got {explain(error)} [{self.source}]. "
                     "Give the job a name of its own with DISTMAN_JOB_ID."
                 ) from error
-        with self.started(listener, name, rank, timeout, failure, meanwhile) as door:
+        with self.started(listener, name, rank, timeout, meanwhile) as door:
             return self.enter_own(door, rank), True
 
     @contextlib.contextmanager
@@ -121,9 +119,7 @@ class AtPorts(Endpoint):
     def places(self) -> list[Address]:
         return [(address, port) for address in self.addresses for port in self.ports]
 
-    def start_or_enter(
-        self, rank: int, timeout: float, *, failure: bytes = b"", meanwhile: Callable[[], None] = nothing
-    ) -> tuple[Client, bool]:
+    def start_or_enter(self, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> tuple[Client, bool]:
         started = time.monotonic()
         while True:
             seconds = time.monotonic() - started
@@ -131,7 +127,7 @@ class AtPorts(Endpoint):
             for port in self.ports or (_ANY_PORT,):
                 listener = self._listen(port)
                 if listener is not None:
-                    return self._start_behind(listener, rank, timeout, failure, meanwhile), True
+                    return self._start_behind(listener, rank, timeout, meanwhile), True
                 try:
                     return enter(
                         self.door_at((self.addresses[0], port)), MEMBER, rank, shuts=seconds > timing.OPEN_ENDING
@@ -160,11 +156,11 @@ class AtPorts(Endpoint):
             ) from error
 
     def _start_behind(
-        self, listener: socket.socket, rank: int, timeout: float, failure: bytes, meanwhile: Callable[[], None]
+        self, listener: socket.socket, rank: int, timeout: float, meanwhile: Callable[[], None]
     ) -> Client:
         host, port = listener.getsockname()[:2]
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not listened to
-        with self.started(listener, (here, port), rank, timeout, failure, meanwhile) as door:
+        with self.started(listener, (here, port), rank, timeout, meanwhile) as door:
             self._check_is_found(port)
             return self.enter_own(door, rank)
 

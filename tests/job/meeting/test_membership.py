@@ -308,7 +308,8 @@ def test_who_is_told_of_a_failure_by_a_store_that_ends_is_told_of_the_failure(po
             os.kill(self.store_pid, signal.SIGKILL)
             return super().add(key, amount)
 
-    first, _ = point.start_or_enter(2, 10, failure=json.dumps(FAILURE).encode())
+    first, _ = point.start_or_enter(2, 10)
+    early_failure._leave(first, json.dumps(FAILURE).encode())
     monkeypatch.setattr(endpoint, "Client", LostAtOnce)
     with (
         contextlib.closing(first),

@@ -353,8 +353,3 @@ def test_the_place_is_free_when_all_have_left(point):
     for _ in range(3):
         with opened(point):
             pass
-
-
-def test_all_who_come_are_told_of_a_failure_from_the_first_moment(point):
-    with opened(point, failure=b"boom"), contextlib.closing(point.find_client(1, 10)) as client:
-        assert client.failure == b"boom"

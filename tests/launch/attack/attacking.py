@@ -29,6 +29,7 @@ KEYS = {
     "peer address": protocol.peer_address(1),
     "queries": protocol.queries(1),
     "failure": protocol.FAILURE,
+    "early failure": protocol.EARLY_FAILURE,
     "news": protocol.NEWS,
     "stop": protocol.STOP,
     "query": protocol.queries(0),
