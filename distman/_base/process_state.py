@@ -1,7 +1,7 @@
 """What the package changes in its process as a whole, and the one call that puts it back.
 
 State that belongs to the process and not to an object is a variable of a module, in lower case. The module says beside
-it, by :func:`puts_back`, how it becomes what it was after the import. The table in docs/architecture.md has all of it,
+it, by :func:`puts_back`, how it becomes what it was after the import. The table in docs/process_state.md has all of it,
 with the reasons; a test compares the two.
 """
 

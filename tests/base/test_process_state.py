@@ -19,7 +19,7 @@ from distman._coordination.monitor.watcher import is_watching
 from distman.checkpoint import _background
 from distman.testing import ranks
 
-from ..test_docs import read, rows
+from ..test_docs import rows
 
 PACKAGE = Path(distman.__file__).parent
 # These run in processes of the package's own.
@@ -62,9 +62,7 @@ def names_put_back(tree):
 
 def documented():
     """The rows of the tables of state: the names in their first two columns, and the last column."""
-    text = read("docs/architecture.md")
-    assert text.count("## Where state lives") == 1
-    for first, second, last in rows("docs/architecture.md"):
+    for first, second, last in rows("docs/process_state.md"):
         yield re.findall(r"`([^`]+)`", first), re.findall(r"`([^`]+)`", second), last
 
 
