@@ -59,11 +59,22 @@ def blocks(page):
     """Return the blocks of a page in order; an indented one has no language."""
     tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
     found = [(token.info, token.content) for token in tokens if token.type in ("fence", "code_block")]
+    found = [("python", side_of(text, "+")) if language == "diff" else (language, text) for language, text in found]
     after = [*found[1:], ("", "")]
     return [
         Block(language, text, output=next_text if next_language == "text" and language in ("python", "sh") else "")
         for (language, text), (next_language, next_text) in zip(found, after, strict=False)
     ]
+
+
+def side_of(diff, sign):
+    """Return one side of a diff: the lines that begin with the sign, and those that both sides have."""
+    return "\n".join(line[1:] for line in diff.splitlines() if line[:1] in (sign, " ", ""))
+
+
+def diffs(page):
+    tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
+    return [token.content for token in tokens if token.type == "fence" and token.info == "diff"]
 
 
 def scripts(page):
@@ -121,6 +132,14 @@ def test_blocks_are_found():
     assert "DistributedManager.initialize()" in scripts(readme)[0].text
     assert sum(block.is_test for page in PAGES for block in blocks(page)) > 0
     assert sum(block.is_job_script for page in PAGES for block in blocks(page)) > 0
+
+
+def test_both_sides_of_a_diff_are_programs():
+    found = [diff for page in PAGES for diff in diffs(page)]
+    assert found
+    for diff in found:
+        assert side_of(diff, "-") != side_of(diff, "+")
+        compile(side_of(diff, "-"), "before.py", "exec")
 
 
 @pytest.mark.parametrize(
