@@ -1,7 +1,7 @@
-// Whoever searches for an error or a symptom wants help, not how it is built. A page that helps goes before those that
+// A user who searches for an error or a symptom wants help, not how it is built. A page that helps goes before those that
 // mention the word, and the first of these before the last; a heading with the word counts more. All else is as in Sphinx.
-const HELP = ["messages", "failures", "howto/hangs", "check", "tutorial", "rendezvous", "launchers"];
-const BACKGROUND = ["architecture", "contributing", "benchmarks/index", "explored", "changelog"];
+const HELP = ["messages", "failures", "howto/hangs", "check", "tutorial", "rendezvous", "launchers", "some_ranks"];
+const BACKGROUND = ["architecture", "process_state", "contributing", "benchmarks/index", "explored", "changelog", "bytes"];
 
 var Scorer = {
   score: ([page, , , , score]) =>

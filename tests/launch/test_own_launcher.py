@@ -19,7 +19,7 @@ LIMIT = 60
 @pytest.fixture
 def site(tmp_path):
     """A folder with the module of the documentation."""
-    (module,) = (one.text for one in scripts(REPOSITORY / "docs" / "launchers.md") if "register_launcher(" in one.text)
+    (module,) = (one.text for one in scripts(REPOSITORY / "docs" / "detection.md") if "register_launcher(" in one.text)
     (tmp_path / "ourrun.py").write_text(module)
     return tmp_path
 
