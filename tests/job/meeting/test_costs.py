@@ -21,7 +21,7 @@ UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 
 def page():
     """The table's rows by number of ranks: verdict per rank and in all, gloo's addresses per rank and in all."""
-    rows = re.findall(r"^\| ([\d,]+) \| (\d.*B) \| .* \|$", (BENCHMARKS / "index.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ([\d,]+) \| (\d.*B) \| .* \|$", (BENCHMARKS / "scale.md").read_text(), re.MULTILINE)
     assert [ranks for ranks, _ in rows] == ["1,000", "10,000", "100,000"]
     return {int(ranks.replace(",", "")): [in_bytes(cell) for cell in cells.split(" | ")] for ranks, cells in rows}
 
