@@ -218,7 +218,7 @@ def test_methods_that_would_not_be_called_are_refused_when_they_are_added():
 
 
 def test_the_table_of_events_has_all_with_their_arguments():
-    page = (REPOSITORY / "docs" / "training.md").read_text()
+    page = (REPOSITORY / "docs" / "reference" / "callbacks.md").read_text()
     for name, event in EVENTS.items():
         arguments = ", ".join([*inspect.signature(event).parameters][1:])
         assert f"`{name}({arguments})`" in page
