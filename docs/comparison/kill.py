@@ -101,7 +101,7 @@ def kill_while_it_writes(process: subprocess.Popen, folder: Path) -> None:
         if sum(size for *_, size in new) >= ENOUGH:
             process.kill()
             return
-        time.sleep(0.0005)  # what writes is another library, which tells nobody how far it is
+        time.sleep(0.0005)  # what writes is another library, which does not say how far it is
     sys.exit("the process ended before it was killed")
 
 

@@ -1,4 +1,4 @@
-"""Start rank 0 of 2 and nobody else: say what it hears after five seconds."""
+"""Start rank 0 of 2 alone: print what it is told after five seconds."""
 
 import argparse
 import os

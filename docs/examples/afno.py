@@ -49,7 +49,7 @@ LEARNING_RATE = 5e-3
 class Solver:
     """The vorticity equation on a periodic square.
 
-    Fields lie on the ranks in shards of rows, their spectra in shards of columns, so that each transform has one
+    Ranks hold fields in shards of rows, their spectra in shards of columns, so that each transform has one
     exchange. All trajectories are computed together, each over all ranks.
     """
 
@@ -217,7 +217,7 @@ def draw(file: Path, model: fft.DistributedAFNO, snapshots: torch.Tensor, scales
 
 
 def plot(file: Path, truth: torch.Tensor, prediction: torch.Tensor) -> None:
-    from matplotlib.figure import Figure  # only whoever wants the picture must have it
+    from matplotlib.figure import Figure  # needed for the picture alone
 
     figure = Figure(figsize=(15, 4.35), layout="constrained")
     limit = truth.abs().max().item()

@@ -24,7 +24,7 @@ from distman import DistributedManager, on_rank, split_sizes
 from distman.collectives import fused_all_reduce
 
 POINTS = list(itertools.product([1, 2, 4, 8], [0.3, 1.0]))  # distance of the trap, probability to be caught
-NUM_GROUPS = 16  # of walkers: each has a seed, so that the result does not depend on who computes which
+NUM_GROUPS = 16  # of walkers: each has a seed, so that the result does not depend on which rank computes which
 NUM_STEPS = 64
 
 

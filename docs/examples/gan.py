@@ -4,7 +4,7 @@
     distman run -n 3 docs/examples/gan.py
     distman run -n 2 docs/examples/gan.py --folder run
 
-A generator learns to put points where those of the data lie, on a ring, and a discriminator to tell one from the other.
+A generator learns to put points where those of the data are, on a ring, and a discriminator to tell one from the other.
 What the generator starts from belongs to the data, so any number of processes learns the same up to rounding. With
 --folder the training saves itself there, and goes on from there bit for bit when it is started again.
 """

@@ -1,4 +1,4 @@
-"""Learn from samples that lie in several HDF5 files of different lengths.
+"""Learn from samples in several HDF5 files of different lengths.
 
     python docs/examples/hdf5_regression.py --folder /tmp/bars
     distman run -n 2 docs/examples/hdf5_regression.py --folder /tmp/bars

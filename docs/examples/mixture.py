@@ -113,7 +113,7 @@ def report(text: str) -> None:
 
 
 def plot(file: Path, data: Mixture, samples: torch.Tensor) -> None:
-    from matplotlib.figure import Figure  # only whoever wants the picture must have it
+    from matplotlib.figure import Figure  # needed for the picture alone
 
     line = torch.linspace(-2.2, 2.2, 150)
     points = torch.cartesian_prod(line, line).to(data.means)

@@ -108,7 +108,7 @@ def main() -> None:
     while (epoch := training.loader.state_dict()["epoch"]) < options.epochs:
         for images, labels in training.loader:
             loss = training.step(images, labels)
-            # All ranks get the same answer at the same step, and wait for nobody to get it.
+            # All ranks get the same answer at the same step, and wait for no other rank.
             must_stop = manager.should_stop(training.num_steps)
             if must_stop or training.num_steps % options.save_every == 0:
                 training.save()
