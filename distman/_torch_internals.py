@@ -215,7 +215,7 @@ def torch_wait_in(frame: FrameType | None, line_of: Callable[[FrameType], str]) 
     """Return the collective that the innermost function of a stack is in.
 
     None where the backend does not count its collectives, so that nothing tells one call from the next. The frame
-    would, but whoever keeps a frame keeps the program's files open.
+    would, but keeping a frame keeps the program's files open.
     """
     code = frame.f_code if frame is not None else None
     if frame is None or code is None or code.co_filename not in _FILES_OF_COLLECTIVES:
@@ -464,7 +464,7 @@ def is_unreachable(error: BaseException) -> bool:
     return _UNREACHABLE.search(str(error)) is not None
 
 
-# Collectives, whoever starts them
+# Collectives, in whatever way they are started
 
 _GUARDED = "TESTING_ONLY_GenericMode"  # a key of the dispatcher that torch uses in its own tests only
 _GUARDED_KEY = torch._C._dispatch_key_parse(_GUARDED)  # reading its name takes longer than setting it
@@ -870,7 +870,7 @@ def set_versions(state: OrderedDict[str, Any], versions: OrderedDict[str, Any]) 
     vars(state)["_metadata"] = versions
 
 
-# Checkpoints of several ranks: the import takes a second, so it is done by whoever needs it
+# Checkpoints of several ranks: the import takes a second, so it is done where it is needed
 
 
 def is_distributed_tensor(value: object) -> bool:

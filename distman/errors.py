@@ -11,7 +11,7 @@
      ├── PlanMismatchError        ranks ask for different groups, collectives, keys or shapes
      ├── RankFailedError          what one rank did for all, such as a save, raised there; the job goes on
      ├── BarrierTimeoutError      names the ranks that did not come to a barrier
-     ├── CheckpointError          a checkpoint is damaged, is none at all, or holds code; or a save failed
+     ├── CheckpointError          a checkpoint is damaged, not a checkpoint, or holds code; or a save failed
      ├── NonFiniteLossError       the loss of a training is NaN or infinite on some rank
      └── WorkerError              a task of a ParallelExecutor has no answer, and no exception that could be sent
           └── WorkerDiedError     its worker died, was too late, or did not start; also a BrokenExecutor
@@ -317,7 +317,7 @@ class DivergenceError(DistmanError):
 
 
 class CheckpointError(DistmanError):
-    """A checkpoint is damaged, is none at all, or holds code; or a save in the background failed.
+    """A checkpoint is damaged, not a checkpoint at all, or holds code; or a save in the background failed.
 
     Raised by the functions of :mod:`distman.checkpoint` that load, on the rank that could not; and by the save that
     follows one that failed in the background. Load an older one; nothing in this one was run.

@@ -139,7 +139,7 @@ left: ByNumber = "left/{}".format
 """Flag: this rank left the job of its own accord. Its watcher and the process of the store read it."""
 
 beat: ByNumber = "beat/{}".format
-"""Sign of life: the time, a space, and what the rank waits in.
+"""Heartbeat: the time, a space, and what the rank waits in.
 
 Its watcher writes it, and deletes it when it gives up, or the rank knows of FAILURE; the rank before reads it, and
 after a failure the ranks that look for stragglers.

@@ -91,7 +91,7 @@ def _exchange(
     buffers: SendBuffers | None = None,
 ) -> None:
     """Let ``take`` have each piece, which may be gone afterwards; ``is_filled``: it may be in its receive already."""
-    # Before the first message, so that none is left behind. A forward pass has asked already.
+    # Before the first message, so that none remains. A forward pass has asked already.
     check_all_run_here(group.ranks, "the backward pass of a collective")
     transport = transport_of(group, receives[group.rank].device)
 
@@ -170,7 +170,7 @@ def announce(group: Group, what: str, pieces: tuple[Sequence[int], Sequence[int]
         know(group)
     if wait is not None:
         wait.call = call
-    next(group.exchanges)  # last: who is asked about a call by then finds the wait in it
+    next(group.exchanges)  # last: a rank that is asked about a call by then finds the wait in it
     return call, zlib.crc32(text.encode())
 
 

@@ -135,7 +135,7 @@ class Accumulators:
 
 
 class Numbers(Accumulators):
-    """Adds up what the function of a step of one's own returns for this rank's batches, and by which names."""
+    """Adds up what the function of a step of your own returns for this rank's batches, and by which names."""
 
     may_lack = True
 

@@ -166,7 +166,7 @@ class Callback:
         Args:
             handler: The handler.
             records: For each step, the same on all ranks: ``step``; ``epoch``; ``loss``, the mean over the samples of
-                all ranks, or such a mean of each number that a step of one's own returns; ``lr``, or ``lr_`` and the
+                all ranks, or such a mean of each number that a step of your own returns; ``lr``, or ``lr_`` and the
                 name of each optimizer; ``grad_norm``, before clipping, unless ``non_finite="ignore"`` without
                 ``clip_norm``; ``samples_per_second`` of all ranks, and ``waiting``, the share of the time that the rank
                 that waited longest waited for its batches. The last two are means over these steps.

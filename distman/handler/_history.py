@@ -14,7 +14,7 @@ Record = dict[str, float]
 class History:
     """A record of each epoch, the same on all ranks.
 
-    The names in it are ``epoch``, ``loss`` and the metrics, or what a step of one's own returns, ``val_loss`` and the
+    The names in it are ``epoch``, ``loss`` and the metrics, or what a step of your own returns, ``val_loss`` and the
     metrics of the validation, ``lr``, or ``lr_`` and the name of each optimizer, the number of ``skipped`` steps, and
     ``seconds``.
 

@@ -334,7 +334,7 @@ class NNHandler:
                 element of the batch, and takes the last element for the targets.
             num_samples: Takes a batch and returns over how many samples, or tokens, its loss is a mean: a whole number,
                 by which the batches of all ranks are weighted, in metrics too. None counts samples: those that the
-                loader knows, or of a loader of one's own the length of the first tensor in the batch.
+                loader knows, or of a loader of your own the length of the first tensor in the batch.
 
         Raises:
             TypeError: One of them cannot be called.

@@ -95,7 +95,7 @@ def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rest(path: str | os.PathLike[str]) -> Any:
-    """Return what such a folder holds, :class:`Unread` for what is sharded; None if it is none. Collective."""
+    """Return what such a folder holds, :class:`Unread` for what is sharded; None if it is not one. Collective."""
     if not on_rank(0, broadcast=True)(is_sharded)(path):
         return None
     location = locate(path)

@@ -1,1 +1,1 @@
-"""Watching the other ranks: signs of life, connections to peers, stacks of ranks that hang."""
+"""Watching the other ranks: heartbeats, connections to peers, stacks of ranks that hang."""

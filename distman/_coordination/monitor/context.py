@@ -52,7 +52,7 @@ _LARGEST_SHARE = 0.75
 class WatchLimits:
     """How long to wait, in seconds."""
 
-    silence: float  # for a sign of life of another rank
+    silence: float  # for a heartbeat of another rank
     hang: float | None = None  # for a collective, before all ranks are asked for their stacks; None never asks
     # For the program to end after a failure.
     patience: Patience = dataclasses.field(default_factory=Patience)

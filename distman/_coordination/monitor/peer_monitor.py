@@ -1,4 +1,4 @@
-"""One look at the other ranks: at news in the store, and at signs of life."""
+"""One look at the other ranks: at news in the store, and at heartbeats."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 _INTERVALS_PER_BEAT = 5
-"""A rank gives a sign of life once in so many looks: it costs four calls into the store, a look costs one."""
+"""A rank sends a heartbeat once in this many looks: it costs four calls into the store, a look costs one."""
 
 _MISSED_BEATS = 3
-"""Signs of life that a rank has to miss: two clocks and a late look alone let one or two seem to be missing."""
+"""Heartbeats that a rank has to miss: two clocks and a late look alone let one or two seem to be missing."""
 
 
 class PeerMonitor:
@@ -52,7 +52,7 @@ class PeerMonitor:
         self._slowness = SlownessWatch(context.rank, context.peers)
         self._num_news = 0
         self._last_beat = -math.inf
-        # The next rank's sign of life, on this rank's clock.
+        # The next rank's heartbeat, on this rank's clock.
         self._watched = self._next(context.rank)
         self._sign = ""
         self._silent_for = 0.0
@@ -97,7 +97,7 @@ class PeerMonitor:
         return None
 
     def _beat(self, seconds: float) -> FailureRecord | None:
-        """Give a sign of life, and return the next rank's failure to give one, if it has been silent for too long."""
+        """Send a heartbeat, and return the next rank's failure to send one, if it has been silent for too long."""
         give_sign(self._store, self._context.rank, self._in_torch)
         while self._watched != self._context.rank and self._store.check([protocol.left(self._watched)]):
             self._watched = self._next(self._watched)
@@ -131,5 +131,5 @@ def give_sign(store: TorchStore, rank: int, more: Sequence[LongWait] = ()) -> No
 
 
 def read_sign(store: TorchStore, rank: int) -> str:
-    """Return the last sign of life of a rank; empty where it is not watching."""
+    """Return the last heartbeat of a rank; empty where it is not watching."""
     return read_at_once(store, protocol.beat(rank)) or ""

@@ -156,7 +156,7 @@ def end_stragglers_here(context: WatchContext, record: FailureRecord, seconds: f
 def _unaware(store: TorchStore, ranks: Iterable[int], patience: float) -> set[int]:
     """Return which ranks are in the job and have not read of its failure after a time.
 
-    They would have deleted their sign of life.
+    They would have deleted their heartbeat.
     """
     until, unaware = time.monotonic() + patience, set(ranks)
     while True:

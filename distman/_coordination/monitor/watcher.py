@@ -116,7 +116,7 @@ class Watcher:
         return self.record is None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin to watch: from now on this rank gives signs of life, and is missed if it falls silent or dies."""
+        """Begin to watch: from now on this rank sends heartbeats, and is missed if it falls silent or dies."""
         global _current
         _current = self
         give_sign(self.store, self.rank)
@@ -321,7 +321,7 @@ def is_watching() -> bool:
 
 
 def announce_unwatched(store: TorchStore, rank: int) -> None:
-    """Say that a rank has no watcher: it gives no signs of life, and lets nobody wait for it at the end."""
+    """Say that a rank has no watcher: it sends no heartbeats, and lets nobody wait for it at the end."""
     store.delete_key(protocol.beat(rank))
     count(store, protocol.GONE, 1)
 

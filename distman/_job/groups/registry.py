@@ -168,7 +168,7 @@ class Groups:
         raise _undefined_group(process_group.group_name, self._made, "a group that the manager made")
 
     def of(self, process_group: dist.ProcessGroup) -> Group:
-        """Return what is known of a process group, whoever made it."""
+        """Return what is known of a process group, also one that other code made."""
         if process_group is self.world.process_group:
             return self._alive(self.world)
         for made in self._made.values():

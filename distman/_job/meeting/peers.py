@@ -1,4 +1,4 @@
-"""Who takes part in a job, as values: what follows from the join records of all."""
+"""Which ranks take part in a job, as values: what follows from the join records of all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Peer:
         pid: Its process id there.
         device: The device it computes on, such as ``"cuda:0"``.
         device_uuid: That device's UUID; empty for the CPU.
-        launcher: Who started it.
+        launcher: The launcher that started it.
         torch: Version of torch.
         distman: Version of distman.
 
@@ -107,7 +107,7 @@ class Peers(Sequence[Peer]):
 
 
 def find_faults(arrived: Sequence[JoinRecord], world_size: int) -> list[str]:
-    """Return a sentence for each thing that keeps these ranks from being one job; absence is none."""
+    """Return a sentence for each thing that keeps these ranks from being one job, but for missing ranks."""
     # ``arrived`` is in the order of arrival.
     by_rank = _grouped((join_record.rank, join_record) for join_record in arrived)
     faults = [
@@ -123,14 +123,14 @@ def find_faults(arrived: Sequence[JoinRecord], world_size: int) -> list[str]:
 
 
 def describe_missing(arrived: Iterable[JoinRecord], world_size: int, expected: Mapping[int, str]) -> str:
-    """Return who is missing, such as ``rank 2 (expected on n2)``; an empty text where nobody is."""
+    """Return which ranks are missing, such as ``rank 2 (expected on n2)``; an empty text if none are."""
     missing = sorted(set(range(world_size)) - {join_record.rank for join_record in arrived})
     places = (f"{rank} (expected on {expected[rank]})" if rank in expected else f"{rank}" for rank in missing)
     return f"rank{'s' * (len(missing) > 1)} {_listed(places)}" if missing else ""
 
 
 def describe_present(arrived: Iterable[JoinRecord]) -> str:
-    """Return who is there, such as ``0 (n1, pid 812), 1 (n1, pid 813)``."""
+    """Return which ranks have arrived, such as ``0 (n1, pid 812), 1 (n1, pid 813)``."""
     ranked = sorted(arrived, key=lambda join_record: join_record.rank)
     return _listed(f"{join_record.rank} ({join_record.host}, pid {join_record.pid})" for join_record in ranked)
 

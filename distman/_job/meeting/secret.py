@@ -67,7 +67,7 @@ class DoorSecret:
     """What the process that opens the store needs, and what nothing shows."""
 
     key: bytes | None = dataclasses.field(repr=False)  # the secret; None where there is none
-    # what it sends to everyone who comes, before any proof; empty but for munge
+    # what it sends to every connection, before any proof; empty except for munge
     credential: bytes = dataclasses.field(default=b"", repr=False)
 
 

@@ -23,7 +23,7 @@ KEY = "nnhandler"
 
 _CONVERT = (
     "If it is one that NNHandler itself has saved, it holds pickled classes, which are run when they are loaded. Take "
-    "what is none out of it, once, where you trust the file: state = torch.load(path, weights_only=False); torch.save("
+    "the rest out of it, once, where you trust the file: state = torch.load(path, weights_only=False); torch.save("
     "{key: state[key] for key in ('model_state_dict', 'optimizer_state_dict', 'scheduler_state_dict', "
     "'train_losses', 'val_losses') if state.get(key)}, new_path). Make the handler and call handler.load(new_path)."
 )

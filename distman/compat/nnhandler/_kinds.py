@@ -28,7 +28,7 @@ class ModelType(enum.Enum):
         """Return the type of that name.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is no such kind.
         """
         return cls(s.lower())
 

@@ -128,7 +128,7 @@ class DistributedManager(distman.manager.DistributedManager, metaclass=_OneState
         backend: str = "nccl",
         method: str = "env",
     ) -> None:
-        """Initialize with numbers of one's own, which are written into ``os.environ``; ``method`` is a name only.
+        """Initialize with numbers of your own, which are written into ``os.environ``; ``method`` is a name only.
 
         Collective.
         """
