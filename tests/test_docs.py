@@ -59,6 +59,19 @@ INSTRUCTIONS = {"public_names.py"}  # which names those of Python's byte code
 READ_BY_OTHERS = {"NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"}
 
 
+# Words that were this project's own, or not English, with what to say instead.
+RETIRED = {
+    r"[Ww]hoever": "a rank, a process or a user that",
+    r"(?<!there )is none\b": "is not one",
+    r"(?<!there )are none\b": "are not any",
+    r"so long as": "as long as",
+    r"[Ss]igns? of life": "heartbeat",
+    r"one's own": "your own",
+    r"(?:ranks?|process|processes|threads?|hosts?|servers?|workers?|thing) who\b": "that",
+    r"looker|leavers|caretaker|obligation|fates?": "the word of the glossary",
+}
+
+
 def read(page):
     return (REPOSITORY / page).read_text(encoding="utf-8")
 
@@ -107,6 +120,36 @@ def test_relative_links_lead_to_files_and_headings(page):
 def test_links_have_words(page):
     """Sphinx puts the title of a page where a link has no words; elsewhere such a link cannot be seen."""
     assert re.findall(r"(?<!!)\[\]\([^)]*\)", page.read_text(encoding="utf-8")) == []
+
+
+def written():
+    """What people read: pages, examples, and the modules of the package."""
+    return [*PAGES, REPOSITORY / "CHANGELOG.md", *(REPOSITORY / "docs").rglob("*.py"), *PACKAGE.rglob("*.py")]
+
+
+@pytest.mark.parametrize("word", RETIRED)
+def test_words_that_were_retired_stay_away(word):
+    found = [
+        f"{file}:{number}: {line.strip()}; say: {RETIRED[word]}"
+        for file in written()
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(rf"\b(?:{word})", line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        (r"[Ww]hoever", "Whoever comes first"),
+        (r"(?<!there )is none\b", "absence is none"),
+        (r"[Ss]igns? of life", "a sign of life"),
+    ],
+)
+def test_words_that_were_retired_would_be_found(word, line):
+    assert word in RETIRED
+    assert re.search(rf"\b(?:{word})", line)
+    assert not re.search(rf"\b(?:{word})", "None where there is none; if value is None")
 
 
 def test_links_are_found():

@@ -84,13 +84,13 @@ def _measure_store(num_ranks: int, num_hosts: int, seconds: float) -> None:
     for _ in range(int(seconds * looks)):
         store.add(protocol.NEWS, 0)
         due += beats / looks
-        if due >= 1:  # one rank of a host gives a sign of life to another host, and one reads that of another host
+        if due >= 1:  # one rank of a host sends a heartbeat to another host, and one reads that of another host
             due -= 1
             give_sign(store, 0)
             read_sign(store, 0)
     took, worked = time.perf_counter() - began, _seconds_of_process(server) - before
     job_store.close()
-    print(f"{num_ranks} ranks on {num_hosts} hosts: {looks:.0f} looks a second, {beats:.0f} signs of life")
+    print(f"{num_ranks} ranks on {num_hosts} hosts: {looks:.0f} looks a second, {beats:.0f} heartbeats")
     _show("processor time of the store for them", worked / seconds * 100, "% of one core")
     _show("seconds of them, asked one after another", took, f"s for {seconds:.0f} s of watching")
 

@@ -7,8 +7,8 @@
 
 One process is enough for all GPUs of a machine: the executor keeps a worker on each, and gives the next training to the
 one that is free first. On several machines, start one rank on each; the ranks share out the trainings. A training
-depends on its own settings and seed only, so the table is the same wherever it is computed. One that fails is a line of the
-table and not the end of the others.
+depends on its own settings and seed only, so the table is the same wherever it is computed. One that fails is a line of
+the table and not the end of the others.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def late_for_a_barrier(manager):
 def stopped_before_a_barrier(manager):
     if manager.rank == 2:
         fused_all_reduce(torch.ones(2))
-        time.sleep(1.5)  # a sign of life, with the place
+        time.sleep(1.5)  # a heartbeat, with the place
         say("stopping")
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
