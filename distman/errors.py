@@ -2,7 +2,7 @@
 
 ::
 
-    JobFailed (SystemExit)        another rank has failed, and with it the job: who, where and why
+    JobFailed (SystemExit)        another rank has failed, and with it the job: which, where and why
     DistmanError (RuntimeError)
      ├── NotInitializedError      the manager is asked before initialize()
      ├── LaunchEnvironmentError   variables missing, not numbers, or contradicting each other
@@ -12,6 +12,7 @@
      ├── RankFailedError          what one rank did for all, such as a save, raised there; the job goes on
      ├── BarrierTimeoutError      names the ranks that did not come to a barrier
      ├── CheckpointError          a checkpoint is damaged, not a checkpoint, or holds code; or a save failed
+     ├── DivergenceError          replicas hold different numbers
      ├── NonFiniteLossError       the loss of a training is NaN or infinite on some rank
      └── WorkerError              a task of a ParallelExecutor has no answer, and no exception that could be sent
           └── WorkerDiedError     its worker died, was too late, or did not start; also a BrokenExecutor

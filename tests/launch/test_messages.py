@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from distman import errors
+
 from ..test_docs import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "messages.md"
@@ -37,6 +39,11 @@ def files_below(*folders):
 
 def test_the_page_has_many_texts():
     assert sum(len(texts(section)) for section in re.findall(r"^## (.+)$", PAGE.read_text(), re.MULTILINE)) > 60
+
+
+def test_each_exception_of_this_package_is_on_the_page():
+    table = PAGE.read_text().partition("\n## By exception\n")[2].partition("\n## ")[0]
+    assert {*errors.__all__} - {*re.findall(r"`(\w+)`", table)} == set()
 
 
 def test_each_text_of_this_package_is_in_it():
