@@ -96,7 +96,7 @@ class Protection:
         """What rank 0 has to say where strangers can run code as the user: in the job, or in the launcher's agents."""
         open_job = (
             f"Nothing keeps other users out of this job: {self.lack}. Every user and host that reaches its hosts can "
-            f"join it, and run code as you. In the job script, write {_DRAW}, or see the page on how the ranks meet."
+            f"join it, and run code as you. In the job script, write {_DRAW}, or see the page on the secret of a job."
         )
         said = {open_job: self.source is Source.NONE, OPEN_AGENTS: self.agents is Agents.NOT_STATIC}
         return tuple(sentence for sentence, is_true in said.items() if is_true)
