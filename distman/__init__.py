@@ -23,6 +23,7 @@ What is imported from here; ``help(distman.on_rank)``, say, tells more::
 
     on_rank, rank_zero_only, on_local_rank    let a function run on some ranks, while the others wait
     rank_zero_first, local_rank_zero_first    let one rank run through a block before the others
+    SlowRank                                  a rank that all others wait for, of DistributedManager.slow_ranks()
     surviving_failure                         go on after the failure of another rank
 
     JobFailed                another rank has failed, and with it the job

@@ -7,7 +7,7 @@ before a word in the log, and ``PER_RANK`` is multiplied by the number of ranks,
 # What a program may set, see ``docs/variables.md``.
 TIMEOUT = 3600.0  # of a collective: ranks may do different work for long, such as saving on one of them
 RENDEZVOUS_TIMEOUT = 300.0  # imports from a shared file system take minutes
-SILENCE_TIMEOUT = 300.0  # without a sign of life: native code may hold the GIL for minutes
+SILENCE_TIMEOUT = 300.0  # without a heartbeat: native code may hold the GIL for minutes
 HANG_TIMEOUT = 300.0  # a report costs little, and ends nothing
 FAILURE_GRACE = 60.0  # for handlers of a failure, which may save for as long
 FAILURE_GRACE_NATIVE = 1.5 * FAILURE_GRACE  # for code that does not return to Python
@@ -61,6 +61,9 @@ WATCH_ANSWER_PAUSE = 0.01  # between two looks for what another rank, or thread,
 WATCH_END = 2.0  # for the thread to end, which takes milliseconds unless the store is stuck
 KNOWN_PAUSE = 0.02  # between two looks whether the others know of a failure: short beside their own interval
 MUTUAL_WAIT = 1.0  # that ranks may be apart before the store is asked; a hang is not worse for them
+
+SLOW_WINDOW = 0.4  # of steps that are compared, at least: what else a machine does may last some tenths of a second
+SLOW_EVERY_PER_RANK = 2e-3  # 500 looks of rank 0 a second in all
 
 # Ranks that wait for each other over the store.
 WAIT_FIRST_PAUSE = 0.0002  # a few calls into the store

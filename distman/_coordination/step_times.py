@@ -21,7 +21,7 @@ LOADING, FORWARD, BACKWARD, COMPUTING, WAITING, APART = range(6)
 """What a step is made of. What only some ranks do, such as saving, is apart: nobody else does it for comparison."""
 
 COMPARED = ("loading", "forward", "backward", "computing")
-"""The names of those in which ranks are compared; the last one is what is none of the others."""
+"""The names of those in which ranks are compared; the last one is all else."""
 
 _MOST_STEPS = 1024  # of which the times are kept until they are read
 

@@ -17,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from distman._base import timing
 from distman._base.log import logger
 from distman._coordination import protocol
 from distman._coordination.failure.record import Place
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 
 _STEPS = 5
 """Steps in a window at least."""
-
-_SECONDS = 0.4
-"""How long a window lasts at least: what else a machine does may last some tenths of a second."""
 
 _FEWEST_WINDOWS = 6
 """By which a rank may be judged: fewer do not tell how noisy the machine is."""
@@ -52,10 +50,7 @@ _MENDED = 0.5
 """Of these two: a rank that takes no more than that longer in four windows in a row is slow no more."""
 
 _SHORTEST = 1e-6
-"""Seconds: what the others need no time for does not take a rank infinitely many times as long."""
-
-_INTERVAL_PER_RANK = 2e-3
-"""Seconds between two looks of rank 0 at the times: 500 a second in all."""
+"""What the others need no time for does not take a rank infinitely many times as long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +105,14 @@ class SlownessWatch:
 
     def look(self, store: TorchStore) -> None:
         """Tell of a window that has ended, and on rank 0 of ranks that have become slow, or are slow no more."""
-        window = current().read(_STEPS, _SECONDS)
+        window = current().read(_STEPS, timing.SLOW_WINDOW)
         if window is not None:
             self._number += 1
             store.set(protocol.step_times(self._rank), json.dumps([self._number, *window]))
             if self._number == 1:
                 store.append(protocol.TIMED, f"{self._rank},")
         if self._rank == 0 and self._number and time.monotonic() > self._next_look:
-            self._next_look = time.monotonic() + _INTERVAL_PER_RANK * len(self._peers)
+            self._next_look = time.monotonic() + timing.SLOW_EVERY_PER_RANK * len(self._peers)
             self._compare(store)
 
     def _compare(self, store: TorchStore) -> None:
