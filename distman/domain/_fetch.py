@@ -17,7 +17,7 @@ _IN_FLOAT32 = (torch.float16, torch.bfloat16)
 class Fetch(LinearFunction):
     """This rank's window of a dim, of which the ranks whose shards it touches send their parts.
 
-    What no shard has gets a value, which is none of the linear map: the adjoint's adjoint has zeros there.
+    What no shard has gets a value, which is not part of the linear map: the adjoint's adjoint has zeros there.
     """
 
     @staticmethod

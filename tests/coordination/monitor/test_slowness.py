@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.monitor import slowness
 from distman._coordination.monitor.slowness import SlownessWatch, SlowRank, slow_ranks
@@ -23,7 +24,7 @@ class Job:
         self.store, self.num_ranks, self.own = MemoryStore(), num_ranks, None
         self.watches = [SlownessWatch(rank, places(num_ranks)) for rank in range(num_ranks)]
         monkeypatch.setattr(slowness, "current", lambda: self)
-        monkeypatch.setattr(slowness, "_INTERVAL_PER_RANK", 0.0)
+        monkeypatch.setattr(timing, "SLOW_EVERY_PER_RANK", 0.0)
 
     def read(self, _steps, _seconds):
         return self.own
