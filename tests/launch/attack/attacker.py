@@ -426,6 +426,22 @@ def names_of_stores():
     return [name.replace("@", "\0", 1) for name in found if SQUATTED not in name]
 
 
+def wait_for_doors():
+    """Return where the store listens, as soon as it does."""
+    until = time.monotonic() + CROWD_PATIENCE
+    while True:
+        doors = known_doors()
+        try:
+            if doors:
+                connect(doors[0]).close()
+                return doors
+        except OSError:
+            pass
+        if time.monotonic() > until:
+            return []
+        time.sleep(PAUSE)
+
+
 def wait_for_agents():
     """Return where something listens to all interfaces, as the stores of torchrun's agents do, as soon as it does."""
     until = time.monotonic() + CROWD_PATIENCE
@@ -452,7 +468,7 @@ def main():
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     results = {}
-    doors = known_doors()
+    doors = wait_for_doors() if SETTINGS["waits"] else known_doors()
     names = SETTINGS["kinds"]
     if doors:
         results |= attack(doors, {name: one for name, one in kinds().items() if names is None or name in names})

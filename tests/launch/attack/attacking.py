@@ -73,6 +73,7 @@ class Scene:
             "marker": str(self.theirs / IS_MARKED),
             "tries": TRIES,
             "kinds": None,
+            "waits": False,
             "plants": "",
             "chase": None,
             "crowd": False,
