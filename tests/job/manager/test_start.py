@@ -33,7 +33,7 @@ def start_and_wait():
     DistributedManager().barrier()
 
 
-@pytest.mark.parametrize("place", ["distman.manager.StopAgreement", "distman._job.start._make_process_group"])
+@pytest.mark.parametrize("place", ["distman.manager.StopAgreement", "distman._job.start._meet_in_process_group"])
 @ranks(2, 3, manager=False)
 def test_a_start_that_fails_late_can_be_repeated(monkeypatch, port, rank, world_size, place):
     dist.destroy_process_group()
@@ -41,7 +41,7 @@ def test_a_start_that_fails_late_can_be_repeated(monkeypatch, port, rank, world_
     monkeypatch.setenv("MASTER_PORT", str(port))
     is_broken = rank == world_size - 1
     with monkeypatch.context() as broken:
-        broken.setattr("distman._job.start._make_process_group", make_nothing)
+        broken.setattr("distman._job.start._meet_in_process_group", make_nothing)
         if is_broken:
             broken.setattr(place, break_down)
         with pytest.raises(BrokenError if is_broken else JobFailed, match="at the end of the start"):
@@ -54,7 +54,7 @@ def test_a_start_that_fails_late_can_be_repeated(monkeypatch, port, rank, world_
     assert DistributedManager().world_size == world_size
 
 
-@pytest.mark.parametrize("place", ["distman.manager.StopAgreement", "threading.Thread.start"])
+@pytest.mark.parametrize("place", ["distman.manager.StopAgreement", "distman._job.start.watch"])
 @ranks(2, manager=False)
 def test_a_failed_start_leaves_the_group_of_other_code(monkeypatch, rank, place):
     """The group of the tests is there before."""

@@ -20,5 +20,5 @@ how, failing = sys.argv[1:]
 if os.environ["RANK"] == failing and how == "raise":
     os.environ["GLOO_SOCKET_IFNAME"] = "missing0"
 elif os.environ["RANK"] == failing:
-    start._make_process_group = kill_this_process
+    start._meet_in_process_group = kill_this_process
 DistributedManager.initialize()
