@@ -54,7 +54,7 @@ def test_a_start_that_fails_late_can_be_repeated(monkeypatch, port, rank, world_
     assert DistributedManager().world_size == world_size
 
 
-@pytest.mark.parametrize("place", ["distman.manager.StopAgreement", "distman._job.start.watch"])
+@pytest.mark.parametrize("place", ["distman.manager.StopAgreement", "distman.manager.watch"])
 @ranks(2, manager=False)
 def test_a_failed_start_leaves_the_group_of_other_code(monkeypatch, rank, place):
     """The group of the tests is there before."""
