@@ -52,7 +52,15 @@ class WaitScope(TrackedWait):
 
 def collective(func: Callable[P, R]) -> Callable[P, R]:
     """Let a function that waits for other ranks be found waiting, and be in no graph that ``torch.compile`` makes."""
-    return outside_graphs(traceable_collective(func))
+
+    # A second copy of the next function, because the mark is on the code, which all that it returns would share.
+    @functools.wraps(func)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with WaitScope(func.__name__):
+            raise_if_failed()
+            return func(*args, **kwargs)
+
+    return outside_graphs(call)
 
 
 def traceable_collective(func: Callable[P, R]) -> Callable[P, R]:

@@ -29,7 +29,6 @@ DURATIONS = {
     "initialize_ddp": lambda value: initialize_ddp(value),
     "barrier": lambda value: DistributedManager.initialize().barrier(timeout=value),
     "executor": lambda value: ParallelExecutor(devices=["cpu"], timeout=value),
-    "executor, map": lambda value: ParallelExecutor(devices=["cpu"]).map(abs, [], timeout=value),
     "ranks": lambda value: ranks(2, timeout=value),
 }
 
