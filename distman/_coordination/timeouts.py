@@ -3,11 +3,73 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import TypeVar
 
+from distman._base.process_state import puts_back
+
 Result = TypeVar("Result")
+
+_NUM_KEPT = 5
+"""Threads that wait for work: one that publishes, one beside it that leaves the group, one that prints, and two that
+bound the end of the process."""
+
+_kept: list[_Thread] = []
+"""Threads that are there before something fails: then memory may be out, or a limit of threads be reached. Where the
+interpreter has no memory for a thread that Linux has started, the thread that starts it waits for ever."""
+
+
+class _Thread:
+    """A thread that does one piece of work, or one after another if it is kept."""
+
+    def __init__(self, *, is_kept: bool) -> None:
+        self.is_kept = is_kept
+        self.pid = os.getpid()
+        self.work: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="distman-timeout", daemon=True).start()
+
+    def _run(self) -> None:
+        while self._do_next():
+            pass
+
+    def _do_next(self) -> bool:
+        """Do the next piece of work, and return whether this thread is kept for another one."""
+        task = self.work.get()
+        if task is None:
+            return False
+        work, is_done = task
+        work()
+        if self.is_kept:
+            _kept.append(self)  # before the waiting thread hears of it, which may want a thread again
+        is_done.set()
+        return self.is_kept
+
+
+def keep_threads() -> None:
+    """Have threads ready for :func:`run_with_timeout`, which then needs no new one."""
+    mine = []
+    while (thread := _take()) is not None:
+        if thread.pid == os.getpid():  # a forked child has none of its parent's
+            mine.append(thread)
+    _kept.extend(mine)
+    while len(_kept) < _NUM_KEPT:
+        _kept.append(_Thread(is_kept=True))
+
+
+@puts_back
+def _end_threads() -> None:
+    while _kept:
+        if (thread := _take()) is not None:
+            thread.work.put(None)
+
+
+def is_idle(frame: FrameType) -> bool:
+    """Return whether the stack of a thread is that of one which is kept, and has nothing to do."""
+    return frame.f_code is _Thread._do_next.__code__
 
 
 def begin(work: Callable[[], object]) -> Callable[[float | None], bool]:
@@ -24,7 +86,6 @@ def begin(work: Callable[[], object]) -> Callable[[float | None], bool]:
             work()
         except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
             raised.append(error)
-        is_done.set()
 
     def wait(seconds: float | None) -> bool:
         is_in_time = is_done.wait(seconds)
@@ -33,16 +94,17 @@ def begin(work: Callable[[], object]) -> Callable[[float | None], bool]:
         return is_in_time
 
     try:
-        _start(run)
+        _thread().work.put((run, is_done))
     except (RuntimeError, MemoryError):
         run()
+        is_done.set()
     return wait
 
 
 def leave(work: Callable[[], None]) -> None:
     """Do something in another thread, if one can be had, and wait for nothing."""
     with contextlib.suppress(RuntimeError, MemoryError):
-        _start(work)
+        _thread().work.put((work, threading.Event()))
 
 
 def run_with_timeout(work: Callable[[], object], seconds: float) -> bool:
@@ -57,5 +119,16 @@ def result_within(work: Callable[[], Result], seconds: float) -> Result | None:
     return found[0] if found else None
 
 
-def _start(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name="distman-timeout", daemon=True).start()
+def _thread() -> _Thread:
+    while (thread := _take()) is not None:
+        if thread.pid == os.getpid():
+            return thread
+    return _Thread(is_kept=False)
+
+
+def _take() -> _Thread | None:
+    """Return a kept thread, or None where others have taken the last one, maybe at this moment."""
+    try:
+        return _kept.pop()
+    except IndexError:
+        return None

@@ -16,6 +16,7 @@ from distman._base.process_state import puts_back
 from distman._coordination import step_times
 from distman._coordination.internal_files import internal_folders, is_of_user
 from distman._coordination.monitor.calls import Call, StoreWait
+from distman._coordination.timeouts import is_idle
 from distman._torch_internals import CollectiveGuard, blocking_call, enter_regions, leave_all_regions, regions
 from distman.errors import DistmanError
 
@@ -307,6 +308,8 @@ def stacks() -> str:
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     texts = []
     for ident in sorted(frames, key=lambda ident: ident != main):
+        if is_idle(frames[ident]):
+            continue
         lines = "".join(traceback.format_stack(frames[ident]))
         texts.append(f"thread {names.get(ident, ident)}\n{lines}")
     return "\n".join(texts)

@@ -25,6 +25,7 @@ _KINDS = [*RankStatus]
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(Current thread|Thread) (?P<id>0x[0-9a-f]+)")
 _OWN_FILE = "distman/testing/_rank_loop.py"
+_IDLE = re.compile(r"distman/_coordination/timeouts\.py.* in _do_next$")  # a thread that waits for work of the package
 
 
 def failure(reports: Sequence[RankReport], dies: Sequence[int], *, was_debugged: bool) -> BaseException | None:
@@ -161,6 +162,8 @@ def readable_stacks(dump: str) -> str:
     others: list[str] = []
     for block in re.split(r"\n\s*\n", dump.strip()):
         title, *frames = block.splitlines()
+        if frames and _IDLE.search(frames[0]):
+            continue
         own = [index for index, frame in enumerate(frames) if _OWN_FILE in frame]
         if own:  # without the frames of the worker around the test
             test += ["The thread of the test (innermost call last):", *_with_sources(frames[: own[0]])]

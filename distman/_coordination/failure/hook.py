@@ -29,7 +29,7 @@ from distman._coordination.failure.pending_work import complete_all, is_anything
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.short_traceback import show
 from distman._coordination.failure.stack import ends_block, errors_in, is_program_over
-from distman._coordination.timeouts import leave, run_with_timeout
+from distman._coordination.timeouts import keep_threads, leave, run_with_timeout
 from distman.errors import JobFailed, _on_acknowledgement
 
 _ONLY_A_THREAD = (
@@ -317,6 +317,8 @@ def uninstall() -> None:
 
 def set_reporter(reporter: Reporter | None) -> None:
     """Let another reporter serve from now on, None tells nobody; the launcher may be known only after the import."""
+    if reporter is not None:
+        keep_threads()  # while there is memory for them
     if _hook is not None:
         _hook.reporter = reporter
     elif reporter is not None:

@@ -15,6 +15,7 @@ from distman._base.log import logger
 from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.messages import get_ready_to_decode
+from distman._coordination.timeouts import keep_threads
 from distman._job.device import is_sharing_allowed, visible_devices
 from distman._job.meeting.ancestry import boot_id
 from distman._job.meeting.endpoint import nothing
@@ -65,9 +66,9 @@ def join(
     me = join_record_of(environment, environ, device=device, backend=backend)  # first: if it fails, nobody waits here
     if meeting.is_host:
         check_room(environment.world_size, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        job_store = meeting.open(environment.rank, timeout, lambda: get_ready_to_decode(JoinRecord))
+        job_store = meeting.open(environment.rank, timeout, _get_ready)
     else:
-        get_ready_to_decode(JoinRecord)
+        _get_ready()
         job_store = meeting.find(environment.rank, timeout)
     return join_at(job_store, me, timeout=timeout, source=meeting.source, environ=environ, on_meeting=on_meeting)
 
@@ -76,6 +77,12 @@ def warn_of_strangers(protection: Protection, environment: LaunchEnvironment, en
     """Say where strangers can run code as the user."""
     for sentence in learn_protection(protection, environment, environ).warnings:
         logger.warning(sentence)
+
+
+def _get_ready() -> None:
+    """Do what the ranks need when they have met, and takes milliseconds."""
+    keep_threads()
+    get_ready_to_decode(JoinRecord)
 
 
 def allow_open_files(number: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import distman
 from distman._base import timing
+from distman._coordination import timeouts
 from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import Delivery
 from distman._coordination.failure.short_traceback import short_traceback
@@ -116,6 +117,7 @@ def test_an_error_in_the_reporter_hides_nothing(monkeypatch):
 def test_a_process_is_ended_while_torch_prints_but_not_while_it_tells(monkeypatch):
     ended_with, is_waiting, has_ended = [], [], threading.Event()
     monkeypatch.setattr(timing, "PRINT", 0.01)
+    timeouts._end_threads()
     earlier = threading.enumerate()  # of other tests, some with nothing else to do
 
     def end(code):
