@@ -32,6 +32,7 @@ FOUND = (  # once, by other seeds
     "launcher=intel-mpi hosts=2 ranks=2 fault=sys.exit(0)@start:0 around=plain",
     "launcher=env hosts=1 ranks=4 fault=raise@collective:0 around=files",
     "launcher=env hosts=1 ranks=3 fault=sys.exit(0)@collective:0 around=save",
+    "launcher=env hosts=1 ranks=4 fault=memory-limit@save:2 around=finally",
 )
 
 
