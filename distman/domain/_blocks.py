@@ -31,6 +31,7 @@ def scatter_domain(
         This rank's block, a new tensor.
 
     Raises:
+        TypeError: ``dims`` is not a mapping.
         ValueError: On every rank: the first rank has no tensor, or it has not these dims; weights do not fit.
 
     Example on two ranks:
@@ -38,6 +39,7 @@ def scatter_domain(
         >>> all_gather_objects(block.tolist())
         [[0, 1, 2], [3, 4]]
     """
+    check_dims(dims)
     groups = {dim: resolve_group(group) for dim, group in dims.items()}
     listed = list(groups.items())
     found: list[int] | str = _lengths(tensor, dims)
@@ -70,7 +72,7 @@ def gather_domain(tensor: torch.Tensor, dims: Dims, *, everywhere: bool = False)
         The full field, a new tensor; on ranks that do not get it an empty one.
 
     Raises:
-        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry; ``dims`` is not a mapping.
         ValueError: Dims or groups do not fit; on every rank: the blocks differ in dtype or in a dim that is not split.
 
     Example on two ranks:
@@ -78,6 +80,7 @@ def gather_domain(tensor: torch.Tensor, dims: Dims, *, everywhere: bool = False)
         >>> all_gather_objects(tuple(full.shape))
         [(2, 3), (2, 0)]
     """
+    check_dims(dims)
     for dim, group in reversed([*dims.items()]):
         if everywhere:
             tensor = all_gather_v(tensor, dim=dim, group=group)
@@ -86,6 +89,13 @@ def gather_domain(tensor: torch.Tensor, dims: Dims, *, everywhere: bool = False)
             if resolve_group(group).rank:
                 break
     return tensor
+
+
+def check_dims(dims: Dims) -> None:
+    if not isinstance(dims, Mapping):
+        raise TypeError(
+            f"dims must map each split dim, counted from the end, to its group, such as {{-2: 'rows'}}, got {dims!r}."
+        )
 
 
 def block_sizes(length: int, dim: int, num: int, weights: Mapping[int, Sequence[float]] | None) -> list[int]:

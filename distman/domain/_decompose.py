@@ -11,7 +11,7 @@ from torch import nn
 from distman.collectives import all_gather_objects, resolve_group
 from distman.domain import _local, _norms, _spectral
 from distman.domain._axes import layout_of
-from distman.domain._blocks import Dims
+from distman.domain._blocks import Dims, check_dims
 from distman.domain._domain import Domain, OnBlocks
 from distman.topology import split_sizes
 
@@ -86,6 +86,7 @@ def decompose(module: nn.Module, dims: Dims, *, check: torch.Tensor | None = Non
         The module itself.
 
     Raises:
+        TypeError: ``dims`` is not a mapping.
         ValueError: A dim is not negative, or two have one group. A layer mixes positions and is not known, named with
             what to do. In a later call: a function mixes positions, or blocks do not fit.
             On every rank, with ``check``: outputs differ, or the decomposed form cannot compute this model.
@@ -97,6 +98,7 @@ def decompose(module: nn.Module, dims: Dims, *, check: torch.Tensor | None = Non
         >>> all_gather_objects(model(torch.ones(1, 1, 2)).tolist())
         [[[[2.0, 3.0]]], [[[3.0, 2.0]]]]
     """
+    check_dims(dims)
     groups = [resolve_group(group) for group in dims.values()]
     wide = [group.ranks for group in groups if group.size > 1]
     if not dims or max(dims) > -1 or len(set(wide)) < len(wide):

@@ -64,15 +64,12 @@ class _Norm(EagerFunction):
         ctx.save_for_backward(tensor, weight, bias, mean, variance)
         ctx.arguments = dims, layout, eps
         ctx.mark_non_differentiable(mean, variance)
-        ctx.set_materialize_grads(False)
         return _normalized(tensor, mean, variance, eps, weight, bias), mean, variance
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
         tensor, weight, bias, mean, variance = ctx.saved_tensors
         dims, layout, eps = ctx.arguments
-        if grad is None:
-            return (None,) * 6
         if torch.is_grad_enabled():  # for gradients of gradients, by what autograd follows
             given = [one for one in (tensor, weight, bias) if one is not None and one.requires_grad]
             result = _normalized(tensor, *moments(tensor, dims, layout), eps, weight, bias)

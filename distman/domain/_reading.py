@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from distman.collectives import resolve_group
 from distman.data import Hdf5Dataset
-from distman.domain._blocks import Dims, block_sizes
+from distman.domain._blocks import Dims, block_sizes, check_dims
 from distman.domain._halo import Halo, checked_windows, pair
 from distman.domain._windows import Boundary, Run, runs_of
 
@@ -34,6 +34,7 @@ class DomainDataset(Dataset[tuple[torch.Tensor, ...]]):
         weights: For some dims a number for each rank of the group, as in :func:`scatter_domain`.
 
     Raises:
+        TypeError: ``dims`` is not a mapping.
         ValueError: The arrays differ in the number of samples; dims, halo, boundary or weights do not fit.
 
     Example on two ranks:
@@ -52,6 +53,7 @@ class DomainDataset(Dataset[tuple[torch.Tensor, ...]]):
         boundary: Boundary | Mapping[int, Boundary] = "zeros",
         weights: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
+        check_dims(dims)
         self._source = arrays
         shapes = [tuple(array.shape) for array in self._arrays()]
         ndim = len(shapes[0]) if shapes else 0
@@ -86,7 +88,7 @@ class DomainDataset(Dataset[tuple[torch.Tensor, ...]]):
 
 
 def _read(array: Any, index: int, shape: Sequence[int], runs: Sequence[Sequence[Run]]) -> torch.Tensor:
-    block = np.zeros(shape, array.dtype)
+    block = np.zeros(shape, np.dtype(array.dtype).newbyteorder("="))  # torch takes this machine's byte order alone
     for parts in itertools.product(*runs):
         piece = np.asarray(array[(index, *(slice(run.source, run.source + run.num_sent) for run in parts))])
         piece = np.flip(piece, tuple(dim for dim, run in enumerate(parts) if run.step < 0))

@@ -4,7 +4,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from distman import DistributedManager
 from distman.collectives import all_gather_objects
-from distman.domain import gather_domain, neighbours, scatter_domain, weighted_sizes
+from distman.domain import DomainDataset, decompose, gather_domain, neighbours, scatter_domain, weighted_sizes
 from distman.testing import ranks
 from tests.collectives.reference import random_tensor
 
@@ -38,6 +38,14 @@ def test_misuse_is_an_error_on_all_ranks(rank):
         scatter_domain(torch.ones(3), DIMS)
     with pytest.raises(ValueError, match="weights must hold one number for each of the 2 ranks of dim -1"):
         scatter_domain(torch.ones(3, 3), DIMS, weights={-1: [1]})
+    for call in (
+        lambda: scatter_domain(torch.ones(3), -1),
+        lambda: gather_domain(torch.ones(3), "rows"),
+        lambda: decompose(torch.nn.ReLU(), [-1]),
+        lambda: DomainDataset([torch.ones(3, 3)], None),
+    ):
+        with pytest.raises(TypeError, match="dims must map each split dim, counted from the end, to its group"):
+            call()
     assert all_gather_objects(rank) == [0, 1, 2, 3]
 
 
