@@ -238,7 +238,7 @@ _FILES_OF_WAITS = {*_FILES_OF_COLLECTIVES, torch._ops.__file__}
 
 
 def blocking_call(frame: FrameType | None) -> str:
-    """Return in words what the innermost function of a stack may wait in for other ranks; empty if it is no such one.
+    """Return in words what the innermost function of a stack may wait in for other ranks; empty if it does not wait.
 
     A backward pass waits in it for the reductions of DDP.
     """

@@ -74,7 +74,7 @@ LOOK_AROUND_EVERY = 0.5  # at what else happened: several calls into the store, 
 LOOK_AROUND_PER_RANK = 1e-3  # at most 1,000 times a second in all
 DEPARTED = 1.5  # for which a rank that left is waited for: what knows why it left may end the others with that error
 BARRIER_NEXT_ROUND = 1.0  # before a rank that is late asks again whether it is to look for the missing: it costs a call
-BARRIER_LOOK = 10.0  # before it looks by itself, though another rank was to do so
+BARRIER_LOOK = 10.0  # then a rank looks for the missing itself, though another one should have
 JOINT_RAISE = 0.5  # for the others to raise, and between two questions where they are
 JOINT_WAIT = 1.0  # in one call: then a rank waits for those that raised, and does not just take part in it
 JOINT_LIMIT = 10.0  # for ranks that neither raise nor wait in a call of ours: they may compute, or wait in torch's
@@ -119,7 +119,7 @@ STOP_EVERY = 0.5  # a preempted job has half a minute or more to save
 STOP_EVERY_PER_RANK = 1e-3  # at most 1,000 looks a second in all reach the store
 STOP_MARGIN = 10.0  # before the end of the job's time, for a save that nobody has measured yet
 ORPHAN_EVERY = 1.0  # between two looks of a loader's worker whether its rank is still there
-SCHEDULER = 30.0  # for a command's answer: a busy controller takes some, and retries by itself
+SCHEDULER = 30.0  # for a command's answer: a busy controller takes several, and its commands retry
 
 # Parts on top of the core.
 TRANSPORT_CONNECT = 3.0  # where strangers wait too
@@ -193,7 +193,7 @@ LONGER = (
     (STRAGGLERS, FAILURE_GRACE),
     (END_OF_PROCESS, PRINT),  # an error is printed, and published, before its process is cut off
     (END_OF_PROCESS, PUBLISH),
-    (RUN_GRACE, END_OF_PROCESS),  # a process is cut off by itself, with a word, before it is killed
+    (RUN_GRACE, END_OF_PROCESS),  # a process ends itself, and says why, before it is killed
     (STOP_MARGIN, STOP_EVERY),
     (SERVERS_END, SERVER_END),
     (TEST_GROUP_MARGIN, TEST_RELEASE),  # a collective stays stuck until the report shows where

@@ -94,7 +94,7 @@ class StepTimes:
             self._since += seconds
 
     def read(self, min_steps: int, min_seconds: float) -> list[float] | None:
-        """Return the seconds of each phase in the next steps, so many and so long at least; None if there are fewer.
+        """Return the seconds of each phase in the next steps, at least that many and that long; None if there are fewer.
 
         They are the lower quartiles: what else the machine does makes some steps longer, and none shorter. Of loading
         it is the mean: with workers, most batches are there already.
@@ -135,4 +135,5 @@ def time_reductions(wrapped: torch.nn.Module) -> None:
 
 @puts_back
 def _forget() -> None:
-    _times.__init__()  # type: ignore[misc]  # everything begins anew
+    global _times
+    _times = StepTimes()

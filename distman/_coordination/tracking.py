@@ -85,7 +85,7 @@ class TrackedWait:
 
     def __init__(self, operation: str, *, computes: bool = False) -> None:
         self.operation = operation  # such as ``all_gather_v``
-        self.computes = computes  # most of the time, so that it is no measure of how long others are waited for
+        self.computes = computes  # mostly itself: its length does not say how long this rank waits for others
 
     def __enter__(self) -> TrackedWait:
         self.thread = threading.get_ident()

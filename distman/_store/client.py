@@ -58,7 +58,7 @@ class Client:
 
     @property
     def job_key(self) -> bytes:
-        """The key that the ranks of this session share with nobody; empty where there is no secret to make it from."""
+        """The key that only the ranks of this session have; empty where there is no secret to derive it from."""
         if self.door.secret:
             return job_key(self.door.secret, self._first.answer.session)
         return self._first.answer.drawn_key

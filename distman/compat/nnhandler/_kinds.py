@@ -28,7 +28,7 @@ class ModelType(enum.Enum):
         """Return the type of that name.
 
         Raises:
-            ValueError: There is no such kind.
+            ValueError: No type has that name.
         """
         return cls(s.lower())
 
