@@ -161,6 +161,12 @@ def test_a_page_can_be_read_at_one_sitting(page):
     assert len(page.read_text(encoding="utf-8").split()) <= LONGER.get(page.name, MOST_WORDS)
 
 
+def test_the_architecture_names_modules_that_there_are():
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = {name.rpartition("/")[2] for name in re.findall(r"[\w/]+\.py\b", page)}
+    assert named - {path.name for path in PACKAGE.parent.rglob("*.py")} == set()
+
+
 def test_links_are_found():
     assert "docs/launchers.md" in links(REPOSITORY / "README.md")
     assert "rendezvous.md" in links(REPOSITORY / "docs" / "variables.md")
