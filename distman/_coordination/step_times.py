@@ -94,7 +94,7 @@ class StepTimes:
             self._since += seconds
 
     def read(self, min_steps: int, min_seconds: float) -> list[float] | None:
-        """Return the seconds of each phase in the next steps, at least that many and that long; None if there are fewer.
+        """Return the seconds of each phase in the next steps, at least that many and that long; else None.
 
         They are the lower quartiles: what else the machine does makes some steps longer, and none shorter. Of loading
         it is the mean: with workers, most batches are there already.
