@@ -875,6 +875,8 @@ def set_versions(state: OrderedDict[str, Any], versions: OrderedDict[str, Any]) 
 
 def is_distributed_tensor(value: object) -> bool:
     """Return whether a tensor holds a part of what several ranks have; imports nothing."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):  # as nearly all, and this is asked for each in each step
+        return False
     kinds = (("torch.distributed.tensor", "DTensor"), ("torch.distributed._shard.sharded_tensor", "ShardedTensor"))
     known = (getattr(sys.modules.get(module), name, None) for module, name in kinds)
     return any(kind is not None and isinstance(value, kind) for kind in known)

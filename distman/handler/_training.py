@@ -303,8 +303,10 @@ class Training:
                 outcome = self._learn(batch)
                 values = accumulators.measure(outcome, step.num_own)
                 found.append(values)
-                nan = torch.tensor(math.nan, device=values.device)
-                loss = outcome.loss.detach() if isinstance(outcome, Outcome) else next(iter(values), nan)
+                if isinstance(outcome, Outcome):
+                    loss = outcome.loss.detach()
+                else:
+                    loss = values[0] if values.numel() else values.new_tensor(math.nan)
                 self._events.emit(Callback.on_train_batch_end, step.batch, loss)
         if not engine.num_left_out:
             for values, step in zip(found, steps, strict=True):

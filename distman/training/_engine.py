@@ -143,6 +143,7 @@ class Engine:
         num_total = max(sum(step.num_total for step in steps), 1)
         hooked = [] if self._wraps else self.optimizers.values()
         hooks = [optimizer.register_step_pre_hook(self._refuse) for optimizer in hooked]
+        is_ended = False
         try:
             for index, step in enumerate(steps, start=1):
                 self._share, self._is_last = step.num_own / num_total, index == len(steps)
@@ -154,10 +155,12 @@ class Engine:
                     step_times.current().enter(step_times.FORWARD)
                     yield to_device(step.batch, self._device)
             self.end_step()
+            is_ended = True
             step_times.current().end_step()
         finally:
             self._share, self._is_over = None, True
-            self._forget([*self.optimizers])
+            if not (self._wraps and is_ended):  # else the step has forgotten it
+                self._forget([*self.optimizers])
             for parameter in self._optimizers.not_optimized if self._wraps else ():
                 parameter.grad = None
             self._update_scale()
@@ -211,7 +214,7 @@ class Engine:
         self.emit("on_before_backward", loss)
         waits = WaitScope("backward of the model", computes=True) if self._wraps else nullcontext()
         step_times.current().enter(step_times.BACKWARD)
-        with torch.autocast(self._device.type, enabled=False), waits:
+        with self._full_precision(), waits:
             self._scaler.scale(loss).backward(
                 gradient=_root_of(loss, share * self._world_size if self._wraps else share),
                 retain_graph=retain_graph,
@@ -267,6 +270,11 @@ class Engine:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context of mixed precision, if there is to be any."""
         return torch.autocast(self._device.type, self._options.dtype) if self._options.amp else nullcontext()
+
+    def _full_precision(self) -> AbstractContextManager[Any]:
+        """Return a context without mixed precision, in which a step of the user's own may be; it costs a little."""
+        is_mixed = torch.is_autocast_enabled(self._device.type)
+        return torch.autocast(self._device.type, enabled=False) if is_mixed else nullcontext()
 
     def _load_scale(self, state: Mapping[str, Any]) -> None:
         if state and self._scaler.is_enabled():
@@ -338,7 +346,7 @@ class Engine:
         """Let optimizers step at once with the gradients of all batches; return whether they have."""
         self._is_stepping = True
         try:
-            with torch.autocast(self._device.type, enabled=False):
+            with self._full_precision():
                 is_taken = self._take_with_closures(names[0]) if names[0] in self._closures else self._take(names)
         finally:
             self._is_stepping = False
