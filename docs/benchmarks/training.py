@@ -1,7 +1,7 @@
 """What training through the handler costs, against loops written by hand.
 
     python docs/benchmarks/training.py               # everything, four minutes on two cores
-    python docs/benchmarks/training.py step loader saving sharded sampling
+    python docs/benchmarks/training.py step peers loader saving sharded sampling
 
 The competitors take turns within one run. The time of a step is the mean over an epoch, on the slowest rank. Every
 figure is a median over the rounds.
@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import importlib.util
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as dtensors
 from torch import nn
 from torch.distributed import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from distman import DistributedManager
 from distman.checkpoint import save, save_sharded
@@ -40,6 +42,9 @@ ROUNDS = 25
 LOADER_SAMPLES, LOADER_BATCH, LOADER_ROUNDS = 20_000, 64, 40
 SAVED_BYTES, SAVE_ROUNDS = 256 * 2**20, 7
 NUM_SAMPLES, SAMPLING_STEPS, SAMPLING_BATCH, SAMPLING_ROUNDS = 8192, 50, 1024, 7
+
+Prepared = tuple[nn.Module, torch.optim.Optimizer, Iterable[Any], Callable[[torch.Tensor], Any]]
+"""A model, its optimizer, a loader, and what computes the gradient of a loss."""
 
 
 # --- on the ranks of a job -------------------------------------------------------------------------------------------
@@ -93,6 +98,75 @@ def measure_steps_on_this_rank() -> None:
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         rows = dict(zip(("DDP, by hand", "NNHandler"), seconds[:, 1:].tolist(), strict=True))
         show(f"a step of the {name} model, {manager.world_size} ranks", rows)
+
+
+class LoopOverLoader(Callback):
+    """After each of the handler's epochs, one of a loop over an ordinary loader, as a library has prepared it."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.model, self.optimizer, self.loader, self.backward = prepared
+        self.seconds: list[float] = []
+
+    def on_epoch_end(self, handler: NNHandler, record: dict[str, float]) -> None:
+        dist.barrier()
+        started = time.perf_counter()
+        total = torch.zeros(())
+        for inputs, targets in self.loader:
+            self.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(self.model(inputs), targets)
+            self.backward(loss)
+            self.optimizer.step()
+            total += loss.detach()
+        self.seconds.append(time.perf_counter() - started)
+
+
+def prepare_by_hand(model: nn.Module, data: TensorDataset, batch: int) -> Prepared:
+    model = DistributedManager().wrap_ddp(model)
+    loader = DataLoader(data, batch, sampler=DistributedSampler(data))
+    return model, torch.optim.Adam(model.parameters()), loader, torch.Tensor.backward
+
+
+def prepare_by_accelerate(model: nn.Module, data: TensorDataset, batch: int) -> Prepared:
+    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    optimizer = torch.optim.Adam(model.parameters())
+    prepared = accelerator.prepare(model, optimizer, DataLoader(data, batch, shuffle=True))
+    return *prepared, accelerator.backward
+
+
+def prepare_by_fabric(model: nn.Module, data: TensorDataset, batch: int) -> Prepared:
+    fabrics = importlib.import_module("lightning_fabric")
+    fabric = fabrics.Fabric(accelerator="cpu", strategy="ddp", devices=DistributedManager().world_size)
+    fabric.launch()
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+    loader = fabric.setup_dataloaders(DataLoader(data, batch, shuffle=True))
+    return model, optimizer, loader, fabric.backward
+
+
+def measure_peers_on_this_rank() -> None:
+    """Train with the ordinary loader of torch, which all can take; accelerate and Fabric where they are installed."""
+    manager = DistributedManager.initialize()
+    ways = {"DDP, by hand": prepare_by_hand, "accelerate": prepare_by_accelerate, "Fabric": prepare_by_fabric}
+    needs = {"accelerate": "accelerate", "Fabric": "lightning_fabric"}
+    for name, (batch, width, num_steps) in MODELS.items():
+        num_samples = batch * num_steps * manager.world_size
+        data = TensorDataset(torch.randn(num_samples, 64), torch.randn(num_samples, 8))
+        loops = {
+            way: LoopOverLoader(prepare(make_network(width), data, batch))
+            for way, prepare in ways.items()
+            if way not in needs or importlib.util.find_spec(needs[way]) is not None
+        }
+        handler = NNHandler(make_network, width=width)
+        handler.set_optimizer(torch.optim.Adam)
+        handler.set_loss_fn(nn.functional.mse_loss)
+        handler.set_train_loader(data, batch_size=batch, num_workers=0)
+        for loop in loops.values():
+            handler.add_callback(loop)
+        history = handler.train(ROUNDS + 1)
+        times = {way: loop.seconds for way, loop in loops.items()} | {"NNHandler": history["seconds"]}
+        seconds = torch.tensor([*times.values()], dtype=torch.float64) / num_steps
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        rows = dict(zip(times, seconds[:, 1:].tolist(), strict=True))
+        show(f"a step of the {name} model with an ordinary loader, {manager.world_size} ranks", rows)
 
 
 def measure_sampling_on_this_rank() -> None:
@@ -237,6 +311,7 @@ def launch(name: str, num_ranks: int) -> None:
 
 ON_RANKS = {
     "step": (measure_steps_on_this_rank, (2,)),
+    "peers": (measure_peers_on_this_rank, (2,)),
     "sharded": (measure_sharded_saving_on_this_rank, (2,)),
     "sampling": (measure_sampling_on_this_rank, (2, 4)),
 }
