@@ -1,17 +1,22 @@
-"""How a dim of a field is cut into shards, at every resolution that a model computes it at."""
+"""How a dim of a field is cut into shards, and which stretches of it a rank takes from whom.
+
+Arithmetic, which comes out the same on every rank.
+"""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-
-from distman.collectives import GroupLike, resolve_group
 
 _ATTRIBUTE = "_domain_layout"
 
@@ -60,46 +65,126 @@ def set_layout(tensor: torch.Tensor, layout: Layout) -> None:
     setattr(tensor, _ATTRIBUTE, layout)
 
 
-def neighbours(group: GroupLike = None, *, periodic: bool = False) -> tuple[int | None, int | None]:
-    """Return the ranks before and behind this one in a group, such as along an axis of a mesh.
+Boundary = Literal["zeros", "circular", "reflect", "replicate", "none"]
+BOUNDARIES = ("zeros", "circular", "reflect", "replicate", "none")
+_MAX_SHOWN = 16  # ranks; the windows of more would take longer to write down than to send
 
-    Local.
 
-    Args:
-        group: The name of the axis, a process group, or None for the world.
-        periodic: Whether the first rank and the last one are neighbours, too.
+class Run(NamedTuple):
+    """Neighbouring entries of a shard, and where they go in a window."""
 
-    Returns:
-        Two ranks of the world; None beyond an end.
+    source: int  # the first of them in the shard
+    target: int  # where the run starts in the window
+    length: int  # entries of the window
+    step: int = 1  # -1: in reverse order; 0: one entry of the shard, repeated
 
-    Example on two ranks:
-        >>> all_gather_objects(neighbours("world")), neighbours("world", periodic=True) == (1 - rank, 1 - rank)
-        ([(None, 1), (0, None)], True)
+    @property
+    def num_sent(self) -> int:
+        return self.length if self.step else 1
+
+
+Runs = dict[int, list[Run]]  # by the rank at the other end
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The window of each rank on a dim of which each rank has a shard.
+
+    A window that leaves the field continues as the boundary says: beyond "zeros" there are zeros.
     """
-    members = resolve_group(group)
-    ends = (members.ranks[-1], members.ranks[0]) if periodic else (None, None)
-    around = (ends[0], *members.ranks, ends[1])
-    return around[members.rank], around[members.rank + 2]
+
+    sizes: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]
+    boundary: Boundary = "zeros"
+
+    @functools.cached_property
+    def text(self) -> str:
+        """What tells the messages of two calls apart."""
+        text = f"sizes {list(self.sizes)} windows {list(self.bounds)}"
+        return f"{self.boundary} " + (text if len(self.sizes) <= _MAX_SHOWN else f"{zlib.crc32(text.encode())}")
+
+    def length(self, rank: int) -> int:
+        start, end = self.bounds[rank]
+        return end - start
 
 
-def weighted_sizes(length: int, weights: Sequence[float]) -> list[int]:
-    """Return the sizes of parts of a length in proportion to weights.
+def halo_windows(sizes: Sequence[int], before: int, after: int, boundary: Boundary) -> Windows:
+    """Return the windows that hold each shard and its halos; with "none" they end where the field does."""
+    ends = list(itertools.accumulate(sizes))
+    bounds = [(end - size - before, end + after) for size, end in zip(sizes, ends, strict=True)]
+    if boundary == "none":
+        bounds = [(max(start, 0), min(end, ends[-1])) for start, end in bounds]
+    return Windows(tuple(sizes), tuple(bounds), boundary)
 
-    Local.
 
-    Args:
-        length: Length of the dim.
-        weights: For each part, a number of 0 or more, such as the speed of its rank.
+def longest_halo(boundary: Boundary, length: int) -> int:
+    """Return how wide halos may be at the ends of a field, by torch's rules for padding."""
+    return {"reflect": max(length - 1, 0), "circular": length}.get(
+        boundary, 0 if boundary == "replicate" and not length else sys.maxsize
+    )
 
-    Raises:
-        ValueError: A weight is negative, or all are 0.
 
-    Example:
-        >>> weighted_sizes(10, [1, 3])
-        [2, 8]
-    """
-    total = sum(weights)
-    if total <= 0 or min(weights) < 0:
-        raise ValueError(f"weights must be 0 or more, and one above 0, got {list(weights)}. Pass one for each part.")
-    ends = [round(length * part / total) for part in itertools.accumulate(weights)]
-    return [end - start for start, end in itertools.pairwise([0, *ends])]
+@functools.lru_cache(maxsize=512)
+def plan(windows: Windows, rank: int) -> tuple[Runs, Runs, list[tuple[int, int]]]:
+    """Return what a rank takes from whom, what it gives to whom, and the stretches of its window that are zero."""
+    starts = [0, *itertools.accumulate(windows.sizes)]
+    incoming: Runs = {}
+    outgoing: Runs = {}
+    for receiver, bounds in enumerate(windows.bounds):
+        for owner, run in _pieces(bounds, starts, windows.boundary):
+            if receiver == rank:
+                incoming.setdefault(owner, []).append(run)
+            if owner == rank:
+                outgoing.setdefault(receiver, []).append(run)
+    covered = [(run.target, run.target + run.length) for runs in incoming.values() for run in runs]
+    return incoming, outgoing, gaps(covered, windows.length(rank))
+
+
+def gaps(covered: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """Return the stretches of a length that intervals, which may overlap, leave."""
+    found, place = [], 0
+    for start, end in [*sorted(covered), (length, length)]:
+        if start > place:
+            found.append((place, start))
+        place = max(place, end)
+    return found
+
+
+def _pieces(bounds: tuple[int, int], starts: Sequence[int], boundary: Boundary) -> Iterator[tuple[int, Run]]:
+    """Yield the runs of a window with their owners, counted within the owners' shards."""
+    for run in runs_of(*bounds, starts[-1], boundary):
+        end = run.source + run.num_sent
+        owner = bisect.bisect_right(starts, run.source) - 1
+        while owner < len(starts) - 1 and starts[owner] < end:
+            low, high = max(run.source, starts[owner]), min(end, starts[owner + 1])
+            if low < high:
+                place = end - high if run.step < 0 else low - run.source
+                length = high - low if run.step else run.length
+                yield owner, Run(low - starts[owner], run.target + place, length, run.step)
+            owner += 1
+
+
+def runs_of(start: int, end: int, length: int, boundary: Boundary) -> Iterator[Run]:
+    """Yield the runs of the full field, of this length, that fill a window."""
+    if boundary == "circular":
+        place = start
+        while place < end:
+            source = place % length
+            num = min(end - place, length - source)
+            yield Run(source, place - start, num)
+            place += num
+        return
+    first, last = max(start, 0), min(end, length)
+    if first < last:
+        yield Run(first, first - start, last - first)
+    left, right = min(end, 0), max(start, length)  # where what is before the field ends, and what is behind it starts
+    if boundary == "reflect":
+        if start < left:
+            yield Run(1 - left, 0, left - start, -1)
+        if right < end:
+            yield Run(2 * length - 1 - end, right - start, end - right, -1)
+    if boundary == "replicate":
+        if start < left:
+            yield Run(0, 0, left - start, 0)
+        if right < end:
+            yield Run(length - 1, right - start, end - right, 0)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distman.collectives import all_gather_objects, resolve_group
-from distman.domain import _local, _norms, _spectral
+from distman.domain import _global, _local
 from distman.domain._axes import layout_of
 from distman.domain._blocks import Dims, check_dims
 from distman.domain._domain import Domain, OnBlocks
@@ -40,8 +40,8 @@ _LAYERS = dict(
                 ("AvgPool{}d", _local.Pool, {"is_max": False}),
                 ("AdaptiveMaxPool{}d", _local.AdaptivePool, {"is_max": True}),
                 ("AdaptiveAvgPool{}d", _local.AdaptivePool, {"is_max": False}),
-                ("BatchNorm{}d", _norms.RunningNorm, {"is_over_batch": True}),
-                ("InstanceNorm{}d", _norms.RunningNorm, {"is_over_batch": False}),
+                ("BatchNorm{}d", _global.RunningNorm, {"is_over_batch": True}),
+                ("InstanceNorm{}d", _global.RunningNorm, {"is_over_batch": False}),
                 ("ZeroPad{}d", _local.Pad, {"boundary": "zeros"}),
                 ("ConstantPad{}d", _local.Pad, {"boundary": "zeros"}),
                 ("ReflectionPad{}d", _local.Pad, {"boundary": "reflect"}),
@@ -51,12 +51,12 @@ _LAYERS = dict(
             for num in (1, 2, 3)
         ),
         *(_made(one, _local.Upsample) for one in (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d)),
-        _made(nn.GroupNorm, _norms.GroupNorm),
-        _made(nn.LayerNorm, _norms.LayerNorm),
+        _made(nn.GroupNorm, _global.GroupNorm),
+        _made(nn.LayerNorm, _global.LayerNorm),
         _made(nn.PixelShuffle, _local.PixelShuffle),
         _made(nn.PixelUnshuffle, _local.PixelUnshuffle),
         _made(_local.Roll, _local.RollOnBlocks),
-        _made(_spectral.SpectralConv, _spectral.SpectralConvOnBlocks),
+        _made(_global.SpectralConv, _global.SpectralConvOnBlocks),
     ]
 )
 

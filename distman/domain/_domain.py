@@ -10,10 +10,9 @@ import torch
 
 from distman._coordination.wait_scope import collective
 from distman.collectives import GroupLike, all_gather_v, check_call, resolve_group
-from distman.domain._axes import Axis, Layout, layout_of, set_layout
-from distman.domain._fetch import Fetch
+from distman.domain._axes import Axis, Boundary, Layout, Windows, layout_of, set_layout
 from distman.domain._guard import Guard
-from distman.domain._windows import Boundary, Windows
+from distman.domain._halo import Fetch
 from distman.errors import DistmanError
 
 

@@ -11,9 +11,8 @@ import torch
 from torch.nn import functional
 
 from distman.collectives import all_gather_v
-from distman.domain._axes import Axis, Layout
+from distman.domain._axes import Axis, Boundary, Layout, longest_halo
 from distman.domain._domain import OnBlocks, rank_in, window
-from distman.domain._windows import Boundary, longest_halo
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
 
 
