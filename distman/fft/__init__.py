@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distman.fft._afno import DistributedAFNO
-from distman.fft._frequencies import fftfreq, fftshift, ifftshift, rfftfreq
+from distman.fft._frequencies import fftfreq, rfftfreq
 from distman.fft._one_dim import fft, hfft, ifft, ihfft, irfft, rfft
 from distman.fft._transforms import (
     DistributedIRFFT2,
@@ -26,12 +26,10 @@ __all__ = [
     "fft2",
     "fftfreq",
     "fftn",
-    "fftshift",
     "hfft",
     "ifft",
     "ifft2",
     "ifftn",
-    "ifftshift",
     "ihfft",
     "irfft",
     "irfft2",

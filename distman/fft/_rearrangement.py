@@ -1,4 +1,4 @@
-"""Stretches of a sharded dim that change their places: shifts, mirror images, other lengths of the shards."""
+"""Stretches of a sharded dim that change their places: mirror images, and other lengths of the shards."""
 
 from __future__ import annotations
 
@@ -83,13 +83,6 @@ class Rearrangement:
 def _interval(sizes: tuple[int, ...], rank: int) -> tuple[int, int]:
     start = sum(sizes[:rank])
     return start, start + sizes[rank]
-
-
-def rolled(dim: int, sizes: tuple[int, ...], shift: int, group: Group) -> Rearrangement:
-    """Return the rearrangement that moves all by ``shift`` places, 0 or more, and around the end."""
-    length = sum(sizes)
-    stretches = (Stretch(0, shift, length - shift), Stretch(length - shift, 0, shift))
-    return Rearrangement(dim, sizes, sizes, stretches, group)
 
 
 def resized(

@@ -29,7 +29,7 @@ from distman.collectives import (
     scatter_v,
 )
 from distman.collectives._border import carried
-from distman.fft import fft, fftshift, rfft2
+from distman.fft import fft, rfft2
 from distman.mappings import (
     copy_to_parallel_region,
     gather_from_parallel_region,
@@ -160,7 +160,6 @@ WITH_TENSORS = {
     "rfft2": lambda tensor, *_: rfft2(tensor),
     "rfft2 of sizes": lambda tensor, size, _: rfft2(tensor, sizes=[4] * size),
     "fft": lambda tensor, *_: fft(tensor),
-    "fftshift": lambda tensor, size, _: fftshift(tensor, 0, sizes=[4] * size),
 }
 WITH_NUMBERS = {
     "aggregate_metrics": lambda tensor, *_: aggregate_metrics({"a": 1.0, "b": tensor}),

@@ -80,11 +80,3 @@ def test_one_dim_sends_what_is_promised(monkeypatch, rank, world_size, shape, di
     total = fused_all_reduce(torch.tensor(sum(sent))).item()
     spectrum = LENGTH * LENGTH * torch.complex64.itemsize
     assert total == pytest.approx(2 * times * spectrum * (world_size - 1) / world_size, rel=0.03)
-
-
-@ranks(3)
-def test_a_shift_sends_what_changes_its_rank(monkeypatch, rank):
-    sent = count_bytes(monkeypatch)
-    fft.fftshift(torch.ones([4, 8, 12][rank], dtype=torch.float64))  # ranks 0 and 1 hold what rank 2 does, and back
-    total = fused_all_reduce(torch.tensor(sum(sent))).item()
-    assert total == 8 * 24

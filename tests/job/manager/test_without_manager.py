@@ -105,8 +105,6 @@ NEEDS_MANAGER = {
     "DistributedAFNO": lambda _: fft.DistributedAFNO((4, 4), 1, patch_size=2, embed_dim=4),
     "Stepper": lambda _: Stepper(LINEAR, torch.optim.SGD(LINEAR.parameters())),
     **{name: lambda _, name=name: getattr(fft, name)(SQUARE) for name in TRANSFORMS},
-    "fftshift": lambda _: fft.fftshift(SQUARE, shard_dim=0),
-    "ifftshift": lambda _: fft.ifftshift(SQUARE, shard_dim=0),
     "fftfreq": lambda _: fft.fftfreq(4),
     "rfftfreq": lambda _: fft.rfftfreq(4),
     "distributed_loader": lambda _: distributed_loader(DATA, batch_size=2),
