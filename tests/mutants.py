@@ -109,7 +109,7 @@ MUTANTS = (
         ("piece.resolve_conj().resolve_neg().contiguous()", "piece.resolve_neg().contiguous()"),
     ),
     *_mutants(
-        "collectives/_sums.py",
+        "collectives/_exchange.py",
         "collectives/test_reduce_scatter.py collectives/test_all_gather.py",
         ("torch.add(piece, second, out=", "torch.sub(piece, second, out="),
         ("return total.to(self._own.dtype)", "return total"),
@@ -133,7 +133,7 @@ MUTANTS = (
         ("images[::-1]", "images"),
     ),
     *_mutants(
-        "fft/_rearrangement.py",
+        "fft/_resharding.py",
         "fft/test_one_dim.py",
         ("near, far = length - far, length - near", "near, far = length - near, length - far"),
     ),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import io
+import json
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
@@ -26,9 +29,9 @@ from distman.collectives._numbers import (
     control_device,
 )
 from distman.collectives._result_memory import new_empty
-from distman.collectives._sealing import Seal
 from distman.collectives._transport import reaches_all
 from distman.collectives._validation import GroupLike, check_member, resolve_group
+from distman.errors import DistmanError
 from distman.manager import DistributedManager
 
 P = ParamSpec("P")
@@ -302,3 +305,46 @@ def _to_bytes(text: bytes, device: torch.device) -> torch.Tensor:
 
 def _to_text(message: torch.Tensor) -> bytes:
     return message.cpu().numpy().tobytes()
+
+
+_SEAL_BYTES = 32
+
+
+class ForeignPickleError(DistmanError):
+    """What was received was not sent by the rank that should have."""
+
+
+class Seal:
+    """Seals the pickles of one call, under a key that only the ranks of the job know; all make one for each call.
+
+    A pickle of an earlier call, or of another rank or group, does not pass for one of this. Where the job has no key,
+    since nothing protects it or other code has made its group, nothing is sealed.
+    """
+
+    def __init__(self, group: Group) -> None:
+        rendezvous = DistributedManager()._state.job.rendezvous
+        self._key = rendezvous.job_store.key if rendezvous is not None else b""
+        self._group = group
+        self._call = next(group.seals)
+
+    def put_on(self, text: bytes) -> bytes:
+        return self._of(text, self._group.rank) + text if self._key else text
+
+    def take_off(self, sealed: bytes, src: int) -> bytes:
+        """Return the pickle of a rank of the group, if that rank has sealed it."""
+        if not self._key:
+            return sealed
+        text = sealed[_SEAL_BYTES:]
+        if not hmac.compare_digest(sealed[:_SEAL_BYTES], self._of(text, src)):
+            rank = self._group.ranks[src]
+            raise ForeignPickleError(
+                f"what came from rank {rank} must be sealed by that rank in the same call, got something else. Let all "
+                "ranks make the same calls; if they do, a stranger sends to this job: see who can reach its hosts."
+            )
+        return text
+
+    def _of(self, text: bytes, src: int) -> bytes:
+        what = json.dumps([self._group.name, self._group.ranks, self._call, src]).encode()
+        digest = hashlib.blake2b(what, digest_size=_SEAL_BYTES, key=self._key, person=b"distman pickle")
+        digest.update(text)
+        return digest.digest()

@@ -24,8 +24,7 @@ import torch
 from distman._job.groups.registry import Group
 from distman.fft._blocks import LocalTransform
 from distman.fft._plan import LinePlan
-from distman.fft._rearrangement import Rearrangement, Stretch, resized
-from distman.fft._resharding import execute
+from distman.fft._resharding import Rearrangement, Stretch, execute, resized
 from distman.topology import split_sizes
 
 _Sign = Literal[-1, 1]

@@ -21,8 +21,7 @@ from distman.fft._arguments import (
 from distman.fft._blocks import DUAL, Kind, LocalTransform
 from distman.fft._long_line import num_columns, transform_long
 from distman.fft._plan import LinePlan
-from distman.fft._rearrangement import resized
-from distman.fft._resharding import execute
+from distman.fft._resharding import execute, resized
 from distman.fft._signature import transform
 
 _KINDS: dict[str, Kind] = {  # by which of torch's they are computed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-# What is imported as itself is for other parts of the package.
-from distman.topology._notation import NotationError, parse_mesh, parse_tree
 from distman.topology._partition import (
     GridPartition as GridPartition,
     ListedPartition as ListedPartition,
@@ -19,7 +17,9 @@ from distman.topology._plan import (
     resolve_mesh_shape as resolve_mesh_shape,
     tree_plan,
 )
-from distman.topology._tree import ProcessGroupConfig, ProcessGroupNode
+
+# What is imported as itself is for other parts of the package.
+from distman.topology._tree import NotationError, ProcessGroupConfig, ProcessGroupNode, parse_mesh, parse_tree
 
 __all__ = [
     "NotationError",

@@ -10,7 +10,7 @@ import torch
 from distman import DistributedManager, RankFailedError
 from distman._job.meeting.job_store import JobStore
 from distman.collectives import _objects, all_gather_objects, broadcast_data, gather_objects
-from distman.collectives._sealing import ForeignPickleError, Seal
+from distman.collectives._objects import ForeignPickleError, Seal
 from distman.testing import ranks
 
 KEY = b"k" * 32

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distman.collectives import _result_memory
-from distman.collectives._sums import SumInRankOrder
+from distman.collectives._exchange import SumInRankOrder
 from tests.collectives.reference import random_tensor
 
 
