@@ -615,7 +615,7 @@ class EagerFunction(torch.autograd.Function):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name in {"forward", "backward", "jvp"} & vars(cls).keys():
+        for name in {"forward", "backward"} & vars(cls).keys():
             outside_graphs(vars(cls)[name].__func__)
 
 
@@ -715,10 +715,6 @@ class _Awaited(torch.autograd.Function):
     def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
-    @staticmethod
-    def jvp(_: Any, tangent: torch.Tensor) -> torch.Tensor:
-        return tangent.view_as(tangent)
-
 
 def kind_of_tensor(tensor: torch.Tensor) -> str:
     """Return what a tensor is that is not plain, as torch calls it; the name of its class if nothing else is known."""
@@ -730,6 +726,8 @@ def traced_by() -> str:
     """Return what records or transforms the operations of this thread, instead of computing them; or nothing."""
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
     if torch._C._len_torch_dispatch_stack() == 0:
         return ""
     kinds: Any = torch._C._TorchDispatchModeKey
@@ -798,11 +796,6 @@ def unbind_apart(tensor: torch.Tensor) -> list[torch.Tensor]:
     """
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return list(tensor.unbind())
-
-
-def is_forward_mode() -> bool:
-    """Return whether derivatives are being computed forward, so that a tensor may carry a tangent."""
-    return torch.autograd.forward_ad._current_level >= 0
 
 
 def norms(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,6 @@ from distman.collectives._all_to_all import all_to_all_v, distributed_transpose,
 from distman.collectives._border import refuse as refuse, still_carried as still_carried, with_memory as with_memory
 from distman.collectives._debug import compare_calls as compare_calls
 from distman.collectives._exchange import (
-    LinearFunction as LinearFunction,
     SendBuffers as SendBuffers,
     exchange as exchange,
     layout_of as layout_of,

@@ -10,9 +10,9 @@ import torch
 from distman._coordination.tracking import check_all_run_here
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group, process_group_of
-from distman._torch_internals import all_gather_single, collects_batches, reduce_scatter_single
+from distman._torch_internals import EagerFunction, all_gather_single, collects_batches, reduce_scatter_single
 from distman.collectives._border import still_carried
-from distman.collectives._exchange import LinearFunction, announce, exchange, exchange_and_add, layout_of
+from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.collectives._transport import carried
 from distman.collectives._validation import (
@@ -123,7 +123,7 @@ def reduce_scatter_v(
     return part
 
 
-class AllGather(LinearFunction):
+class AllGather(EagerFunction):
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, use_fp32: bool, group: Group
@@ -144,7 +144,7 @@ class AllGather(LinearFunction):
         return ReduceScatter.apply(grad, *ctx.arguments), None, None, None, None
 
 
-class ReduceScatter(LinearFunction):
+class ReduceScatter(EagerFunction):
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, use_fp32: bool, group: Group

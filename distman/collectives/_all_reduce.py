@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group, process_group_of
+from distman._torch_internals import EagerFunction
 from distman.collectives._border import still_carried
-from distman.collectives._exchange import LinearFunction, announce, exchange, exchange_and_add, layout_of
+from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.topology import split_sizes
 
@@ -52,7 +53,7 @@ def sum_in_rank_order(term: torch.Tensor, group: Group) -> torch.Tensor:
     return full
 
 
-class AllReduceSum(LinearFunction):
+class AllReduceSum(EagerFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group, use_fp32: bool) -> torch.Tensor:
         ctx.arguments = group, use_fp32

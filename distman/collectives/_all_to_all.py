@@ -10,9 +10,10 @@ import torch
 from distman._coordination.tracking import current_wait
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
+from distman._torch_internals import EagerFunction
 from distman.collectives import _debug
 from distman.collectives._border import refuse, refuse_beside, still_carried, with_memory
-from distman.collectives._exchange import LinearFunction, exchange, layout_of
+from distman.collectives._exchange import exchange, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     GroupLike,
@@ -211,7 +212,7 @@ def _note(text: str) -> None:
         wait.note += f" {text}"
 
 
-class AllToAll(LinearFunction):
+class AllToAll(EagerFunction):
     """Splits a tensor along one dim over the ranks and joins what comes along another; its adjoint does the reverse."""
 
     @staticmethod

@@ -94,8 +94,8 @@ def with_memory(tensor: torch.Tensor, name: str = "tensor") -> torch.Tensor:
     tracer = traced_by()
     if tracer:
         raise TypeError(
-            f"{name} must be the program's own, got a {type(tensor).__name__} within {tracer}, which computes "
-            "nothing yet. Call this outside of it."
+            f"{name} must be the program's own, got a {type(tensor).__name__} within {tracer}, which records or "
+            "transforms operations. Call this outside of it."
         )
     if not is_plain(tensor):
         tensor = _made_plain(tensor, name)
@@ -166,7 +166,7 @@ def refuse(
 
 def refuse_in_header(error: Exception, operation: str, group: Group) -> None:
     """Take part in the exchange of sizes with which a call begins, and let it say that this rank refuses."""
-    all_gather_numbers([-1, REFUSED, *[0] * (3 + MAX_NDIM)], group)
+    all_gather_numbers([-1, REFUSED, *[0] * (2 + MAX_NDIM)], group)
     all_gather_texts(refusal_text(error, operation, group), group)
 
 

@@ -6,7 +6,6 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from distman._coordination.monitor.refusals import know
 from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
-from distman._torch_internals import EagerFunction
 from distman.collectives._result_memory import new_empty
 from distman.collectives._transport import Segment, begin_all_reduce as begin_all_reduce_by_backend, transport_of
 
@@ -171,18 +169,6 @@ def announce(group: Group, what: str, pieces: tuple[Sequence[int], Sequence[int]
         wait.call = call
     next(group.exchanges)  # last: a rank that is asked about a call by then finds the wait in it
     return call, zlib.crc32(text.encode())
-
-
-class LinearFunction(EagerFunction):
-    """A linear function of one tensor, with its other arguments in ``ctx.arguments``: tangents are mapped alike."""
-
-    def __init_subclass__(cls) -> None:
-        # One for each class: torch calls it without the class, as a static method.
-        def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
-            return cls.apply(tangent, *ctx.arguments)
-
-        cls.jvp = staticmethod(jvp)  # type: ignore[method-assign]  # torch declares it
-        super().__init_subclass__()
 
 
 def layout_of(tensor: torch.Tensor, *free_dims: int) -> str:

@@ -15,7 +15,6 @@ from distman._torch_internals import (
     EagerFunction,
     all_reduce_traced,
     are_simple,
-    is_forward_mode,
     is_plain,
     outside_graphs,
     traced_by,
@@ -30,7 +29,7 @@ from distman.collectives._headers import HEADER_WORDS, MESSAGE_WORDS, check_sign
 from distman.collectives._numbers import control_device
 from distman.collectives._result_memory import new_empty
 from distman.collectives._transport import carrier_of, reaches_all
-from distman.collectives._validation import GroupLike, has_tangent, resolve_group
+from distman.collectives._validation import GroupLike, resolve_group
 from distman.manager import DistributedManager
 
 T = TypeVar("T")
@@ -72,8 +71,8 @@ def fused_all_reduce(
 ) -> Any:
     """Reduce many tensors over all ranks with one collective, and return them in the structure they came in.
 
-    Collective. Blocking unless ``async_op``. Differentiable for sums and averages: gradients, and the tangents of
-    forward mode, are reduced alike.
+    Collective. Blocking unless ``async_op``. Differentiable for sums and averages: gradients are reduced
+    alike.
 
     Ranks that differ in keys, shapes or dtypes are found, except under :func:`torch.compile`.
 
@@ -121,7 +120,7 @@ def fused_all_reduce(
     if async_op:
         results, work = _reduce_later([value.detach() for value in values], layout, members)
         return rebuild(iter(results)), work
-    if call.needs_grad or layout.has_tangents:
+    if call.needs_grad:
         return rebuild(iter(_FusedAllReduce.apply(layout, members, *values)))
     buffer = layout.pack(values) if call.stacked is None else layout.flat(call.stacked)
     return rebuild(iter(_launch(buffer, layout, members)()))
@@ -153,16 +152,15 @@ def _prepare(
     members = resolve_group(group)
     is_traced = torch.compiler.is_compiling()
     needs_grad = torch.is_grad_enabled() and True in [value.requires_grad for value in values]
-    has_tangents = not is_async and is_forward_mode() and any(has_tangent(value) for value in values)
     stacked = None
     if not is_traced:
-        may_stack = not (is_async or needs_grad or has_tangents)
+        may_stack = not (is_async or needs_grad)
         values, stacked = _carried(values, paths, members if device is None else None, may_stack=may_stack)
         if place is not None and place.type in members.device_types:
             place = carrier_of(place, process_group_of(members))
     kinds = tuple([kind_of(value) for value in (values if stacked is None else values[:1])])
     place = place if place is not None else DistributedManager().device
-    layout = find_layout(operation, buffer_dtype, place, paths, kinds, has_tangents=has_tangents)
+    layout = find_layout(operation, buffer_dtype, place, paths, kinds)
     return _Prepared(values, stacked, layout, rebuild, needs_grad, members)
 
 
@@ -301,18 +299,6 @@ class _FusedAllReduce(EagerFunction):
         _check_linear(ctx.layout)
         return None, None, *_FusedAllReduce.apply(ctx.layout, ctx.group, *grads)
 
-    @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        layout = ctx.layout
-        _check_linear(layout)
-        places = zip(tangents, layout.rows, strict=True)
-        given = [
-            tangent if tangent is not None else torch.zeros(shape, dtype=dtype, device=device)
-            for tangent, (_, shape, dtype, device) in places
-        ]
-        reduced = _FusedAllReduce.apply(layout, ctx.group, *given)
-        return tuple(one if _carries_gradient(one) else None for one in reduced)
-
 
 def _still_carried(values: tuple[torch.Tensor, ...], layout: Layout, group: Group) -> tuple[torch.Tensor, ...]:
     try:
@@ -347,7 +333,7 @@ def taken_apart(tensors: Any, op: Any, buffer_dtype: torch.dtype | None) -> tupl
     """Return what :func:`fused_all_reduce` would reduce, and what makes the like of it; raise what it refuses."""
     paths, values, rebuild = flatten(tensors)
     kinds = tuple(kind_of(value) for value in values)
-    find_layout(_name_of(op), buffer_dtype, torch.device("cpu"), paths, kinds, has_tangents=False)
+    find_layout(_name_of(op), buffer_dtype, torch.device("cpu"), paths, kinds)
     return values, rebuild
 
 

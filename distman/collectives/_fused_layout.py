@@ -134,16 +134,14 @@ class Layout:
     rows: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]  # path, shape, dtype and device of each tensor
     lengths: list[int]  # elements of the buffer that each takes
     is_uniform: bool  # all are of one shape and one real dtype, and on one device
-    has_tangents: bool
     is_large: bool  # copies of the data are worth avoiding; not in a graph of torch.compile
 
     @functools.cached_property
     def text(self) -> str:
         """What must be equal on all ranks, as JSON."""
         rows = [[path, shape, str(dtype)] for path, shape, dtype, _ in self.rows]
-        operation = f"{self.operation} with tangents" if self.has_tangents else self.operation
         place = "" if self.device.type == "cpu" else f" on {self.device.type}"  # another backend would carry it
-        return json.dumps([operation, f"{self.dtype}{place}", rows])
+        return json.dumps([self.operation, f"{self.dtype}{place}", rows])
 
     @property
     def is_sum(self) -> bool:
@@ -253,12 +251,10 @@ def find_layout(
     device: torch.device,
     paths: tuple[str, ...],
     kinds: tuple[Kind, ...],
-    *,
-    has_tangents: bool,
 ) -> Layout:
     """Return the layout for tensors of these kinds, or of the one kind; a program asks for a few, again and again."""
     make = _make_layout.__wrapped__ if torch.compiler.is_compiling() else _make_layout
-    layout: Layout = make(operation, buffer_dtype, device, paths, kinds, has_tangents)
+    layout: Layout = make(operation, buffer_dtype, device, paths, kinds)
     return layout
 
 
@@ -269,7 +265,6 @@ def _make_layout(
     device: torch.device,
     paths: tuple[str, ...],
     kinds: tuple[Kind, ...],
-    has_tangents: bool,
 ) -> Layout:
     if len(kinds) == 1:
         kinds *= len(paths)
@@ -278,7 +273,7 @@ def _make_layout(
     is_uniform = len(set(kinds)) == 1 and not kinds[0][1].is_complex
     rows = tuple([(path, *kind) for path, kind in zip(paths, kinds, strict=True)])
     is_large = not torch.compiler.is_compiling() and sum(lengths) * dtype.itemsize >= _LARGE_BYTES
-    return Layout(operation, dtype, device, rows, lengths, is_uniform, has_tangents, is_large)
+    return Layout(operation, dtype, device, rows, lengths, is_uniform, is_large)
 
 
 def _buffer_dtype(dtypes: Sequence[torch.dtype], operation: str, wish: torch.dtype | None) -> torch.dtype:

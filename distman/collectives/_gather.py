@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
 from distman._torch_internals import EagerFunction, traced_by, untraced
 from distman.collectives import _debug
 from distman.collectives._border import DTYPES, MAX_NDIM, REFUSED, carried, raise_refusals, refusal_text, still_carried
-from distman.collectives._exchange import LinearFunction, exchange, layout_of
+from distman.collectives._exchange import exchange, layout_of
 from distman.collectives._numbers import all_gather_texts, broadcast_numbers
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
@@ -22,7 +21,6 @@ from distman.collectives._validation import (
     check_call,
     check_member,
     check_sizes,
-    has_tangent,
     normalize_dim,
     resolve_group,
     shard_sizes,
@@ -112,7 +110,7 @@ def scatter_v(
         tensor = carried(tensor, members) if isinstance(tensor, torch.Tensor) else tensor
         if members.rank == src:
             header = _describe(tensor, sizes, dim)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError) as error:
         problem = error  # raised below on the source, when the others know that there is one
         tensor = None
     with untraced() if traced_by() else contextlib.nullcontext():
@@ -134,7 +132,7 @@ def scatter_v(
     return part
 
 
-class Gather(LinearFunction):
+class Gather(EagerFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, dst: int, group: Group) -> torch.Tensor:
         ctx.arguments = sizes, dim, dst, group
@@ -154,7 +152,7 @@ class Gather(LinearFunction):
         return Scatter.apply(grad, *ctx.arguments), None, None, None, None
 
 
-class Scatter(LinearFunction):
+class Scatter(EagerFunction):
     """The primitive under :func:`scatter_v`: the full tensor on ``src``; empty ones elsewhere say shape and dtype."""
 
     @staticmethod
@@ -198,7 +196,7 @@ def _onto_graph(empty: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor
     """Return the empty tensor as one that requires a gradient, and gives what was passed here one of zeros."""
     if given is None or not given.requires_grad:
         return empty.requires_grad_()
-    full: torch.Tensor = _Receiver.apply(forward_ad.unpack_dual(given).primal, empty)
+    full: torch.Tensor = _Receiver.apply(given, empty)
     return full
 
 
@@ -207,11 +205,6 @@ def _describe(tensor: torch.Tensor | None, sizes: list[int], dim: int) -> list[i
         raise ValueError("tensor must be a tensor on rank src, got None. Pass the full tensor there.")
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}. Pass a tensor.")
-    if has_tangent(tensor):
-        raise NotImplementedError(
-            "scatter_v has no forward-mode derivative, since the other ranks have no tangents. Use all_to_all_v, or "
-            "scatter_to_parallel_region."
-        )
     axis = normalize_dim(dim, tensor.ndim)
     if tensor.shape[axis] != sum(sizes):
         raise ValueError(

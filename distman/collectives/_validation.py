@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.autograd import forward_ad
 
 from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._job.groups.registry import Group
-from distman._torch_internals import is_forward_mode
 from distman.collectives import _debug
 from distman.collectives._border import (
     DTYPES,
@@ -87,7 +85,7 @@ def check_call(
     _debug.compare_calls(operation, group, **details)
     wait = current_wait()
     if wait is not None and not unites_grad:
-        wait.note += f" gradient {_needs_grad(tensor)} tangent {has_tangent(tensor)}"
+        wait.note += f" gradient {_needs_grad(tensor)}"
     return tensor
 
 
@@ -146,8 +144,9 @@ def shard_sizes(
     """
     if sizes is None:
         lengths, needs_grad = _exchange_shapes(operation, tensor, dim, group)
-        is_lifted = needs_grad and not tensor.requires_grad
-        return _lifted(tensor) if is_lifted else tensor, lengths, dim % tensor.ndim
+        if needs_grad and not tensor.requires_grad:
+            tensor = tensor.detach().requires_grad_()
+        return tensor, lengths, dim % tensor.ndim
     dim, lengths = normalize_dim(dim, tensor.ndim), check_sizes(sizes, group)
     if tensor.shape[dim] != lengths[group.rank]:
         raise ValueError(
@@ -157,19 +156,8 @@ def shard_sizes(
     return tensor, lengths, dim
 
 
-def has_tangent(tensor: torch.Tensor) -> bool:
-    return is_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None
-
-
 def _needs_grad(tensor: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
-
-
-def _lifted(tensor: torch.Tensor) -> torch.Tensor:
-    primal, tangent = forward_ad.unpack_dual(tensor)
-    lifted = primal.detach().requires_grad_()
-    dual: torch.Tensor = lifted if tangent is None else forward_ad.make_dual(lifted, tangent)
-    return dual
 
 
 def _exchange_shapes(operation: str, tensor: torch.Tensor, dim: int, group: Group) -> tuple[list[int], bool]:
@@ -179,21 +167,20 @@ def _exchange_shapes(operation: str, tensor: torch.Tensor, dim: int, group: Grou
     except ValueError as error:
         dim, problem = -1, error
     shape = [*tensor.shape, *[-1] * (MAX_NDIM - tensor.ndim)]
-    mine = [dim, DTYPES.index(tensor.dtype), tensor.ndim, int(has_tangent(tensor)), int(_needs_grad(tensor)), *shape]
+    mine = [dim, DTYPES.index(tensor.dtype), tensor.ndim, int(_needs_grad(tensor)), *shape]
     rows = all_gather_numbers(mine, group)
     if REFUSED in [row[1] for row in rows]:
         raise_refusals(group)
     if problem is not None:
         raise problem
-    fixed = [[*row[:4], *(length for axis, length in enumerate(row[5:]) if axis != dim)] for row in rows]
+    fixed = [[*row[:3], *(length for axis, length in enumerate(row[4:]) if axis != dim)] for row in rows]
     if any(other != fixed[0] for other in fixed):
         lines = [
-            f"  rank {rank}: dim {row[0] if row[0] >= 0 else 'out of range'} of {DTYPES[row[1]]} {row[5 : 5 + row[2]]}"
-            + (" with a tangent" if row[3] else "")
+            f"  rank {rank}: dim {row[0] if row[0] >= 0 else 'out of range'} of {DTYPES[row[1]]} {row[4 : 4 + row[2]]}"
             for rank, row in zip(group.ranks, rows, strict=True)
         ]
         raise ValueError(
-            f"the shards of {operation} must be equal in dim, in dtype, in all dims but {dim} and in "
-            "whether they have tangents. They are:\n" + "\n".join(lines)
+            f"the shards of {operation} must be equal in dim, in dtype and in all dims but {dim}. They are:\n"
+            + "\n".join(lines)
         )
-    return [row[5 + dim] for row in rows], any(row[4] for row in rows)
+    return [row[4 + dim] for row in rows], any(row[3] for row in rows)

@@ -9,9 +9,9 @@ import torch
 
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
+from distman._torch_internals import EagerFunction
 from distman.collectives import (
     GroupLike,
-    LinearFunction,
     check_call,
     check_sizes,
     exchange,
@@ -226,7 +226,7 @@ def _windows_within(tensor: torch.Tensor, along: _Along) -> tuple[torch.Tensor, 
     return tensor, windows, axis
 
 
-class Fetch(LinearFunction):
+class Fetch(EagerFunction):
     """This rank's window of a dim, of which the ranks whose shards it touches send their parts.
 
     What no shard has gets a value, which is not part of the linear map: the adjoint's adjoint has zeros there.
@@ -264,7 +264,7 @@ class Fetch(LinearFunction):
         return Deposit.apply(grad, *ctx.arguments), None, None, None, None
 
 
-class Deposit(LinearFunction):
+class Deposit(EagerFunction):
     """This rank's shard of the sum of all windows."""
 
     @staticmethod

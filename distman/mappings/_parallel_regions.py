@@ -17,10 +17,10 @@ import torch
 
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
+from distman._torch_internals import EagerFunction
 from distman.collectives import (
     AllGather,
     GroupLike,
-    LinearFunction,
     all_reduce_sum,
     check_call,
     normalize_dim,
@@ -176,7 +176,7 @@ def gather_from_parallel_region(
     return output
 
 
-class _Copy(LinearFunction):
+class _Copy(EagerFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.arguments = (group,)
@@ -187,7 +187,7 @@ class _Copy(LinearFunction):
         return _Reduce.apply(grad, *ctx.arguments), None
 
 
-class _Reduce(LinearFunction):
+class _Reduce(EagerFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.arguments = (group,)
@@ -199,7 +199,7 @@ class _Reduce(LinearFunction):
         return _Copy.apply(grad, *ctx.arguments) if torch.is_grad_enabled() else grad, None
 
 
-class _Scatter(LinearFunction):
+class _Scatter(EagerFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
         ctx.arguments = sizes, dim, group
@@ -211,7 +211,7 @@ class _Scatter(LinearFunction):
         return _Gather.apply(grad, *ctx.arguments), None, None, None
 
 
-class _Gather(LinearFunction):
+class _Gather(EagerFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
         ctx.arguments = sizes, dim, group

@@ -4,7 +4,6 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch.autograd import forward_ad
 
 from distman import DistributedManager, PlanMismatchError
 from distman.collectives import fused_all_reduce
@@ -194,30 +193,6 @@ def test_before_the_end_the_results_are_this_ranks_values(rank, world_size, leng
     work.wait()
     torch.testing.assert_close(result, sum(random_tensor(length, 2, seed=one).t() for one in range(world_size)))
     torch.testing.assert_close(mine, random_tensor(length, 2, seed=rank).t())
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which forward mode uses
-@ranks(2)
-def test_tangents_beside_tensors_without(rank):
-    values = {"x": random_tensor(3, seed=rank), "y": torch.ones(2), "z": torch.ones(2, dtype=torch.complex64)}
-    with forward_ad.dual_level():
-        values["x"] = forward_ad.make_dual(values["x"], torch.full((3,), rank + 1.0, dtype=torch.float64))
-        total = {key: forward_ad.unpack_dual(value) for key, value in fused_all_reduce(values, op="avg").items()}
-    assert total["x"].tangent.tolist() == [1.5] * 3
-    for key in "yz":
-        assert total[key].primal.eq(1).all()
-        assert not total[key].tangent.any()
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which forward mode uses
-@ranks(2)
-def test_tangents_on_one_rank_and_of_a_maximum_are_refused(rank):
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
-        with pytest.raises(PlanMismatchError, match=r"rank 0: sum with tangents in torch.float32"):
-            fused_all_reduce(torch.ones(2) if rank else dual)
-        with pytest.raises(ValueError, match="must sum or average to have a gradient, got max"):
-            fused_all_reduce(dual, op="max")
 
 
 @ranks(4)
