@@ -133,12 +133,6 @@ MUTANTS = (
         ("images[::-1]", "images"),
     ),
     *_mutants(
-        "fft/_resharding.py",
-        "fft/test_one_dim.py",
-        ("near, far = length - far, length - near", "near, far = length - near, length - far"),
-    ),
-    *_mutants("fft/_long_line.py", "fft/test_one_dim.py", ("(length - 1) // 2)", "length // 2)")),
-    *_mutants(
         "fft/_plan.py",
         "fft/test_transforms.py",
         ("[0, length // 2] if length % 2 == 0 else [0]", "[0, length // 2] if length % 2 == 1 else [0]"),

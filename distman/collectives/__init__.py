@@ -5,7 +5,12 @@ from __future__ import annotations
 # What is imported as itself is for other parts of the package.
 from distman.collectives._all_gather import AllGather as AllGather, all_gather_v, reduce_scatter_v
 from distman.collectives._all_reduce import AllReduceSum as AllReduceSum, all_reduce_sum as all_reduce_sum
-from distman.collectives._all_to_all import all_to_all_v, distributed_transpose, indexed_all_to_all_v
+from distman.collectives._all_to_all import (
+    AllToAll as AllToAll,
+    all_to_all_v,
+    distributed_transpose,
+    indexed_all_to_all_v,
+)
 from distman.collectives._border import refuse as refuse, still_carried as still_carried, with_memory as with_memory
 from distman.collectives._debug import compare_calls as compare_calls
 from distman.collectives._exchange import (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
 from distman._job.groups.registry import Group
-from distman.collectives import GroupLike, admitted, check_call, normalize_dim, resolve_group, shard_sizes
+from distman.collectives import AllToAll, GroupLike, admitted, check_call, normalize_dim, resolve_group, shard_sizes
 from distman.fft._arguments import (
     as_length,
     check_norm,
@@ -19,9 +20,8 @@ from distman.fft._arguments import (
     signal_lengths,
 )
 from distman.fft._blocks import DUAL, Kind, LocalTransform
-from distman.fft._long_line import num_columns, transform_long
 from distman.fft._plan import LinePlan
-from distman.fft._resharding import execute, resized
+from distman.fft._resharding import execute
 from distman.fft._signature import transform
 
 _KINDS: dict[str, Kind] = {  # by which of torch's they are computed
@@ -102,14 +102,27 @@ def _transform_shard(
         tensor = fit(tensor, dim, taken)
         plan = LinePlan(local, shard, tuple(shards), out, tuple(out_shards), out, group)
         result = execute(tensor, plan)
-        return resized(result, out, shards, out_shards, group) if shard == out else result
+        return _recut(result, out, shards, out_shards, group) if shard == out else result
     tensor, shards = cut_shards(tensor, dim, shards, taken, group.rank)
     others = [one for one in range(tensor.ndim) if one != dim]
     way = max(others, key=tensor.size) if others else tensor.ndim
-    if out == dim and (not others or tensor.shape[way] < group.size) and num_columns(length) > 1:
-        return transform_long(tensor, local, shards, out_shards, group)
     plan = LinePlan(local, dim, tuple(shards), out, tuple(out_shards), way, group)
     return execute(tensor, plan) if others else execute(tensor.unsqueeze(-1), plan).squeeze(-1)
+
+
+def _recut(tensor: torch.Tensor, dim: int, sizes: list[int], out_sizes: list[int], group: Group) -> torch.Tensor:
+    """Return a tensor in shards of other lengths."""
+    if sizes == out_sizes:
+        return tensor
+    intervals, out_intervals = (
+        list(itertools.pairwise(itertools.accumulate(one, initial=0))) for one in (sizes, out_sizes)
+    )
+    outgoing, incoming = (
+        [max(0, min(end, mine[group.rank][1]) - max(start, mine[group.rank][0])) for start, end in theirs]
+        for mine, theirs in ((intervals, out_intervals), (out_intervals, intervals))
+    )
+    result: torch.Tensor = AllToAll.apply(tensor, dim, outgoing, dim, incoming, group)
+    return result
 
 
 fft = transform(

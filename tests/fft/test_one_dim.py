@@ -131,8 +131,8 @@ def test_a_batch_of_nothing(rank, world_size):
 
 
 @ranks(2)
-def test_a_long_line_in_single_precision_and_a_prime(rank):
-    for kind, length in itertools.product(("fft", "rfft"), (2**16, 1009, 2 * 1009)):
+def test_a_line_in_single_precision(rank):
+    for kind, length in itertools.product(("fft", "rfft"), (2**16, 1009)):
         full = make_input(kind, length, dtype=torch.float32)
         expected = getattr(torch.fft, kind)(full)
         result = getattr(fft, kind)(full.split(split_sizes(length, 2))[rank])
