@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from distman.fft._afno import DistributedAFNO
-from distman.fft._frequencies import fftfreq, rfftfreq
 from distman.fft._one_dim import fft, hfft, ifft, ihfft, irfft, rfft
 from distman.fft._transforms import (
     DistributedIRFFT2,
@@ -24,7 +23,6 @@ __all__ = [
     "DistributedRFFT2",
     "fft",
     "fft2",
-    "fftfreq",
     "fftn",
     "hfft",
     "ifft",
@@ -36,6 +34,5 @@ __all__ = [
     "irfftn",
     "rfft",
     "rfft2",
-    "rfftfreq",
     "rfftn",
 ]

@@ -84,8 +84,6 @@ CALLS = {
     "ihfft": spectral("ihfft"),
     **{name: spectral(name) for name in ("fft", "ifft", "rfft", "hfft", "fft2", "ifft2", "rfft2")},
     **{name: spectral(name) for name in ("fftn", "ifftn", "rfftn")},
-    "fftfreq": lambda x, _: x * fft.fftfreq(8)[0],
-    "rfftfreq": lambda x, _: x * fft.rfftfreq(8)[-1],
 }
 
 

@@ -105,8 +105,6 @@ NEEDS_MANAGER = {
     "DistributedAFNO": lambda _: fft.DistributedAFNO((4, 4), 1, patch_size=2, embed_dim=4),
     "Stepper": lambda _: Stepper(LINEAR, torch.optim.SGD(LINEAR.parameters())),
     **{name: lambda _, name=name: getattr(fft, name)(SQUARE) for name in TRANSFORMS},
-    "fftfreq": lambda _: fft.fftfreq(4),
-    "rfftfreq": lambda _: fft.rfftfreq(4),
     "distributed_loader": lambda _: distributed_loader(DATA, batch_size=2),
     "distributed_stream": lambda _: distributed_stream([1, 2]),
     "DistributedStream": lambda _: DistributedStream([1, 2]),
