@@ -72,13 +72,14 @@ def documented():
 
 
 def methods(cls):
-    """The public methods of a class and its own bases, bound or not; properties and torch's pair of passes are none."""
+    """The public methods of a class and its own bases, bound or not; properties and what torch calls are none."""
     if issubclass(cls, torch.autograd.Function):
         return
     bases = [base for base in reversed(cls.__mro__) if base.__module__.startswith("distman.")]
     for name, value in {name: value for base in bases for name, value in vars(base).items()}.items():
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-        if not name.startswith("_") and isinstance(function, types.FunctionType):
+        is_torchs = issubclass(cls, torch.nn.Module) and name == "forward"
+        if not name.startswith("_") and isinstance(function, types.FunctionType) and not is_torchs:
             yield name, function
 
 

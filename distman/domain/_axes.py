@@ -5,7 +5,6 @@ Arithmetic, which comes out the same on every rank.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -15,9 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
+from distman.collectives import GroupLike, resolve_group
+
+IntArray = npt.NDArray[np.int64]
+Stretch = tuple[int, int]  # of a dim: where it starts and ends
 _ATTRIBUTE = "_domain_layout"
 
 
@@ -26,27 +30,38 @@ class Axis:
     """A dim that is split over the ranks of a group.
 
     The cuts are those of the field that a model was given, the last one its length. Fields of other lengths are cut in
-    proportion, so all fields of one length are cut alike, whatever layers they have come through.
+    proportion, so all fields of one length are cut alike, whatever layers they have come through. Without cuts each
+    rank has the whole.
     """
 
-    group: dist.ProcessGroup | str | None
+    group: GroupLike
     length: int
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...] = ()
     dim: int = -1  # of the field that the model was given
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
         """Where each rank's shard ends."""
-        total = max(self.cuts[-1], 1)
+        total = max([1, *self.cuts[-1:]])
         return (*(-(-self.length * cut // total) for cut in self.cuts[:-1]), self.length)
 
     @property
-    def intervals(self) -> list[tuple[int, int]]:
+    def intervals(self) -> list[Stretch]:
         return list(zip((0, *self.ends), self.ends, strict=False))
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         return tuple(end - start for start, end in self.intervals)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return resolve_group(self.group).rank if self.cuts else 0
+
+    def part(self, full: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part of a tensor that extends over the whole dim."""
+        start, end = self.intervals[self.rank]
+        return full.narrow(dim, start, end - start)
 
     def resized(self, length: int) -> Axis:
         return dataclasses.replace(self, length=length)
@@ -59,6 +74,11 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     """Return how a tensor is split; empty if it is not, or nobody knows."""
     found: Layout = getattr(tensor, _ATTRIBUTE, {})
     return found
+
+
+def axes_of(tensor: torch.Tensor, layout: Layout, num_dims: int) -> Layout:
+    """Return how each of the last dims is cut, also those that are not."""
+    return {dim: layout.get(dim) or Axis(None, tensor.shape[dim]) for dim in range(-num_dims, 0)}
 
 
 def set_layout(tensor: torch.Tensor, layout: Layout) -> None:
@@ -82,6 +102,12 @@ class Run(NamedTuple):
     def num_sent(self) -> int:
         return self.length if self.step else 1
 
+    def source_in(self, shard: torch.Tensor, dim: int) -> torch.Tensor:
+        return shard.narrow(dim, self.source, self.num_sent)
+
+    def target_in(self, window: torch.Tensor, dim: int) -> torch.Tensor:
+        return window.narrow(dim, self.target, self.length)
+
 
 Runs = dict[int, list[Run]]  # by the rank at the other end
 
@@ -94,7 +120,7 @@ class Windows:
     """
 
     sizes: tuple[int, ...]
-    bounds: tuple[tuple[int, int], ...]
+    bounds: tuple[Stretch, ...]
     boundary: Boundary = "zeros"
 
     @functools.cached_property
@@ -108,30 +134,23 @@ class Windows:
         return end - start
 
 
-def halo_windows(sizes: Sequence[int], before: int, after: int, boundary: Boundary) -> Windows:
-    """Return the windows that hold each shard and its halos; with "none" they end where the field does."""
-    ends = list(itertools.accumulate(sizes))
-    bounds = [(end - size - before, end + after) for size, end in zip(sizes, ends, strict=True)]
-    if boundary == "none":
-        bounds = [(max(start, 0), min(end, ends[-1])) for start, end in bounds]
-    return Windows(tuple(sizes), tuple(bounds), boundary)
-
-
 def longest_halo(boundary: Boundary, length: int) -> int:
     """Return how wide halos may be at the ends of a field, by torch's rules for padding."""
-    return {"reflect": max(length - 1, 0), "circular": length}.get(
-        boundary, 0 if boundary == "replicate" and not length else sys.maxsize
-    )
+    most = {"reflect": max(length - 1, 0), "circular": length, "replicate": sys.maxsize if length else 0}
+    return most.get(boundary, sys.maxsize)
 
 
 @functools.lru_cache(maxsize=512)
-def plan(windows: Windows, rank: int) -> tuple[Runs, Runs, list[tuple[int, int]]]:
+def plan(windows: Windows, rank: int) -> tuple[Runs, Runs, list[Stretch]]:
     """Return what a rank takes from whom, what it gives to whom, and the stretches of its window that are zero."""
     starts = [0, *itertools.accumulate(windows.sizes)]
     incoming: Runs = {}
     outgoing: Runs = {}
     for receiver, bounds in enumerate(windows.bounds):
-        for owner, run in _pieces(bounds, starts, windows.boundary):
+        is_within = bounds[0] >= 0 and bounds[1] <= starts[-1]
+        if receiver != rank and is_within and (bounds[1] <= starts[rank] or bounds[0] >= starts[rank + 1]):
+            continue  # the windows of many ranks, which have nothing of this one
+        for owner, run in runs_of(places(*bounds, starts[-1], windows.boundary), starts):
             if receiver == rank:
                 incoming.setdefault(owner, []).append(run)
             if owner == rank:
@@ -140,7 +159,7 @@ def plan(windows: Windows, rank: int) -> tuple[Runs, Runs, list[tuple[int, int]]
     return incoming, outgoing, gaps(covered, windows.length(rank))
 
 
-def gaps(covered: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+def gaps(covered: Sequence[Stretch], length: int) -> list[Stretch]:
     """Return the stretches of a length that intervals, which may overlap, leave."""
     found, place = [], 0
     for start, end in [*sorted(covered), (length, length)]:
@@ -150,41 +169,27 @@ def gaps(covered: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int
     return found
 
 
-def _pieces(bounds: tuple[int, int], starts: Sequence[int], boundary: Boundary) -> Iterator[tuple[int, Run]]:
-    """Yield the runs of a window with their owners, counted within the owners' shards."""
-    for run in runs_of(*bounds, starts[-1], boundary):
-        end = run.source + run.num_sent
-        owner = bisect.bisect_right(starts, run.source) - 1
-        while owner < len(starts) - 1 and starts[owner] < end:
-            low, high = max(run.source, starts[owner]), min(end, starts[owner + 1])
-            if low < high:
-                place = end - high if run.step < 0 else low - run.source
-                length = high - low if run.step else run.length
-                yield owner, Run(low - starts[owner], run.target + place, length, run.step)
-            owner += 1
-
-
-def runs_of(start: int, end: int, length: int, boundary: Boundary) -> Iterator[Run]:
-    """Yield the runs of the full field, of this length, that fill a window."""
+def places(start: int, end: int, length: int, boundary: Boundary) -> IntArray:
+    """Return which entries of a field of this length fill a window, by torch's rules for padding; -1: none does."""
+    found, last = np.arange(start, end), length - 1
     if boundary == "circular":
-        place = start
-        while place < end:
-            source = place % length
-            num = min(end - place, length - source)
-            yield Run(source, place - start, num)
-            place += num
-        return
-    first, last = max(start, 0), min(end, length)
-    if first < last:
-        yield Run(first, first - start, last - first)
-    left, right = min(end, 0), max(start, length)  # where what is before the field ends, and what is behind it starts
+        return found % max(length, 1)
     if boundary == "reflect":
-        if start < left:
-            yield Run(1 - left, 0, left - start, -1)
-        if right < end:
-            yield Run(2 * length - 1 - end, right - start, end - right, -1)
+        return last - np.abs(last - np.abs(found))
     if boundary == "replicate":
-        if start < left:
-            yield Run(0, 0, left - start, 0)
-        if right < end:
-            yield Run(length - 1, right - start, end - right, 0)
+        return found.clip(0, last)
+    return np.where((found < 0) | (found > last), -1, found)
+
+
+def runs_of(entries: IntArray, starts: Sequence[int] = (0,)) -> Iterator[tuple[int, Run]]:
+    """Yield the runs that fill a window with these entries of a field, counted in the shards that start there."""
+    owners = np.searchsorted(starts, entries, "right") - 1
+    steps = np.diff(entries)
+    is_apart = (np.diff(owners) != 0) | (np.abs(steps) > 1)
+    turns = (np.diff(steps, prepend=steps[:1]) != 0) & ~np.insert(is_apart[:-1], 0, [True] * bool(len(steps)))
+    ends = np.flatnonzero(is_apart | turns) + 1
+    for target, end in itertools.pairwise([0, *ends.tolist(), len(entries)]):
+        if target < end and owners[target] >= 0:
+            owner, first, last = int(owners[target]), int(entries[target]), int(entries[end - 1])
+            step = (last > first) - (last < first) if end - target > 1 else 1
+            yield owner, Run(min(first, last) - starts[owner], target, end - target, step)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from distman.collectives import GroupLike, all_gather_v, broadcast_data, gather_v, resolve_group, scatter_v
 from distman.data import Hdf5Dataset
-from distman.domain._axes import Boundary, Run, runs_of
+from distman.domain._axes import Boundary, places, runs_of
 from distman.domain._halo import Halo, checked_windows, pair
 from distman.topology import split_sizes
 
@@ -217,32 +217,32 @@ class DomainDataset(Dataset[tuple[torch.Tensor, ...]]):
                 f"got the shapes {shapes}. Pass arrays with a row for each sample."
             )
         self._length: int = shapes[0][0]
-        self._runs: list[list[list[Run]]] = []  # for each array and dim, what is read of it
-        self._shapes: list[list[int]] = []
+        self._windows: list[list[tuple[int, int, Boundary]]] = []  # of each array and dim
         for shape in shapes:
-            self._runs.append([[Run(0, 0, length)] for length in shape[1:]])
-            self._shapes.append(list(shape[1:]))
+            windows: list[tuple[int, int, Boundary]] = [(0, length, "none") for length in shape[1:]]
             for dim, group in dims.items() if len(shape) == ndim else ():
                 members = resolve_group(group)
                 width = pair(halo.get(dim, 0) if isinstance(halo, Mapping) else halo)
                 beyond = boundary.get(dim, "zeros") if isinstance(boundary, Mapping) else boundary
                 sizes = block_sizes(shape[dim], dim, members.size, weights)
-                bounds = checked_windows(dim, sizes, width, beyond).bounds[members.rank]
-                self._runs[-1][dim] = list(runs_of(*bounds, shape[dim], beyond))
-                self._shapes[-1][dim] = bounds[1] - bounds[0]
+                windows[dim] = *checked_windows(dim, sizes, width, beyond).bounds[members.rank], beyond
+            self._windows.append(windows)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        return tuple(map(_read, self._arrays(), itertools.repeat(index), self._shapes, self._runs))
+        return tuple(map(_read, self._arrays(), itertools.repeat(index), self._windows))
 
     def _arrays(self) -> Sequence[Any]:
         return self._source.arrays() if isinstance(self._source, Hdf5Dataset) else self._source
 
 
-def _read(array: Any, index: int, shape: Sequence[int], runs: Sequence[Sequence[Run]]) -> torch.Tensor:
-    block = np.zeros(shape, np.dtype(array.dtype).newbyteorder("="))  # torch takes this machine's byte order alone
+def _read(array: Any, index: int, windows: Sequence[tuple[int, int, Boundary]]) -> torch.Tensor:
+    dtype = np.dtype(array.dtype).newbyteorder("=")  # torch takes this machine's byte order alone
+    block = np.zeros([end - start for start, end, _ in windows], dtype)
+    found = zip(windows, array.shape[1:], strict=True)
+    runs = [[run for _, run in runs_of(places(*window[:2], length, window[2]))] for window, length in found]
     for parts in itertools.product(*runs):
         piece = np.asarray(array[(index, *(slice(run.source, run.source + run.num_sent) for run in parts))])
         piece = np.flip(piece, tuple(dim for dim, run in enumerate(parts) if run.step < 0))

@@ -1,19 +1,47 @@
-"""What the layers of one decomposed model share: which dims are split over which groups, and how their inputs are."""
+"""What the layers of a decomposed model share: how its fields are split, and what may be computed on these.
+
+Where a function between the layers mixes positions, it is refused.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from distman._coordination.wait_scope import collective
-from distman.collectives import GroupLike, all_gather_v, check_call, resolve_group
-from distman.domain._axes import Axis, Boundary, Layout, Windows, layout_of, set_layout
-from distman.domain._guard import Guard
+from distman.collectives import GroupLike, all_gather_numbers, check_call, resolve_group
+from distman.domain._axes import Axis, Boundary, Layout, Stretch, Windows, axes_of, layout_of, places, set_layout
 from distman.domain._halo import Fetch
 from distman.errors import DistmanError
+
+Function = Callable[..., Any]
+Rule = Callable[[str, Function, Sequence[Any], dict[str, Any]], Layout]
+
+
+# Functions that compute along a dim, at this place among their arguments, with this default, and keep its length.
+_ALONG = {
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "index_select"), (1, None)),
+    "normalize": (2, 1),
+}
+_INSTEAD = {
+    "pad": "Use a module such as torch.nn.ZeroPad2d, ReflectionPad2d or CircularPad2d",
+    **dict.fromkeys(("interpolate", "upsample"), "Use the module torch.nn.Upsample"),
+    "roll": "Use the module distman.domain.Roll",
+    "fft": "Use the module distman.domain.SpectralConv",
+    **dict.fromkeys(("conv", "max_pool", "avg_pool", "pixel_", "adaptive"), "Use the module of torch.nn for {name}"),
+    **dict.fromkeys(("batch_", "group_", "layer_", "instance_"), "Use the module of torch.nn for {name}"),
+    "mean": "Use the module torch.nn.AdaptiveAvgPool2d(1), or its like of other dims",
+    **dict.fromkeys(("max", "amax"), "Use the module torch.nn.AdaptiveMaxPool2d(1), or its like of other dims"),
+    "einsum": "Use a module such as torch.nn.Conv2d with kernels of one entry",
+    "flatten": "Pool the field with torch.nn.AdaptiveAvgPool2d(1) before",
+    "": "Put it in front of the decomposed module or behind it, on the field that gather_domain returns",
+}
 
 
 class Domain:
@@ -25,8 +53,6 @@ class Domain:
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find out how the inputs are split, and watch over the functions that compute on them."""
-        if self.guard is not None:
-            raise DistmanError(f"a decomposed {type(module).__name__} must not call itself. Decompose its parts.")
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
         ndim = tensors[0].ndim if tensors else 0
         if ndim < max(-dim for dim in self.dims):
@@ -38,13 +64,15 @@ class Domain:
         layouts: list[Layout] = [{} for _ in fields]
         for dim, group in self.dims.items():
             cuts: tuple[int, ...] = ()
-            for layout, sizes in zip(layouts, _sizes(fields, dim, group), strict=True):
+            rows = all_gather_numbers([field.shape[dim] for field in fields], resolve_group(group))
+            for layout, sizes in zip(layouts, zip(*rows, strict=True), strict=True):
                 cuts = cuts or tuple(itertools.accumulate(sizes))
                 layout[dim] = Axis(group, sum(sizes), cuts, dim)
-                if layout[dim].sizes != tuple(sizes):
+                if layout[dim].sizes != sizes:
                     raise ValueError(
                         f"fields of length {sum(sizes)} along dim {dim} must be split into {list(layout[dim].sizes)} "
-                        f"where the first one is into shards that end at {list(cuts)}, got {sizes}. Split them alike."
+                        f"where the first one is into shards that end at {list(cuts)}, got {list(sizes)}. Split them "
+                        "alike."
                     )
         for field, layout in zip(fields, layouts, strict=True):
             set_layout(field, layout)
@@ -60,16 +88,6 @@ class Domain:
         copy = Domain(self.dims)  # groups are not copied
         memo[id(self)] = copy
         return copy
-
-
-def _sizes(fields: list[torch.Tensor], dim: int, group: GroupLike) -> list[list[int]]:
-    """Return the lengths of all ranks' shards, for each field."""
-    members = resolve_group(group)
-    if members.size == 1:
-        return [[field.shape[dim]] for field in fields]
-    mine = torch.tensor([[field.shape[dim] for field in fields]], device=fields[0].device)
-    rows: list[list[int]] = all_gather_v(mine, [1] * members.size, group=group).T.tolist()
-    return rows
 
 
 class OnBlocks:
@@ -94,7 +112,7 @@ class OnBlocks:
         finally:
             if guard is not None:
                 guard.is_paused = False
-        set_layout(output, out_layout)
+        set_layout(output, {dim: axis for dim, axis in out_layout.items() if axis.cuts})
         return output
 
     def _layout(self, input: torch.Tensor) -> Layout:
@@ -114,31 +132,29 @@ class OnBlocks:
     def refuse(self, why: str) -> ValueError:
         return ValueError(f"{type(self).__bases__[-1].__name__} in a decomposed model {why}.")
 
-    def spatial(self, layout: Layout, num_dims: int) -> None:
-        """Refuse a tensor that is split along another than its last dims."""
+    def axes(self, tensor: torch.Tensor, layout: Layout, num_dims: int) -> Layout:
+        """Return how each of the last dims is cut; refuse a tensor that is split along another one."""
         others = [dim for dim in layout if dim < -num_dims]
         if others:
             raise self.refuse(
                 f"must get fields that are split along some of their last {num_dims} dims, got one split along dim "
                 f"{others[0]}. Move its dims"
             )
+        return axes_of(tensor, layout, num_dims)
 
 
 @collective
 def window(
-    tensor: torch.Tensor,
-    dim: int,
-    axis: Axis,
-    bounds: Sequence[tuple[int, int]],
-    boundary: Boundary = "zeros",
-    value: float = 0.0,
+    tensor: torch.Tensor, dim: int, axis: Axis, bounds: list[Stretch], boundary: Boundary = "zeros", value: Any = 0
 ) -> torch.Tensor:
     """Return this rank's window of a field, each rank's being given by its bounds in the full field.
 
     Beyond the ends of the field the boundary "zeros" has the value.
     """
-    if list(bounds) == axis.intervals:
+    if bounds == axis.intervals:
         return tensor
+    if not axis.cuts:
+        return _stretch(tensor, dim, *bounds[0], boundary, value)
     group = resolve_group(axis.group)
     windows = Windows(axis.sizes, tuple(bounds), boundary)
     tensor = check_call("a layer of a decomposed model", tensor, group, free_dim=dim, dim=dim, windows=windows.text)
@@ -146,5 +162,193 @@ def window(
     return result
 
 
-def rank_in(axis: Axis) -> int:
-    return resolve_group(axis.group).rank
+def _stretch(tensor: torch.Tensor, dim: int, start: int, end: int, boundary: Boundary, value: float) -> torch.Tensor:
+    """Return the window of a dim that this rank has the whole of."""
+    length = tensor.shape[dim]
+    if start >= 0 and end <= length:
+        return tensor.narrow(dim, start, end - start)
+    if boundary == "zeros" and tensor.numel() == 0:  # which torch 2.8 refuses to pad
+        shape = list(tensor.shape)
+        shape[dim] = end - start
+        return tensor.new_full(shape, value) + tensor.sum()
+    if boundary == "zeros":
+        return functional.pad(tensor, [0] * (2 * (-dim - 1)) + [-start, end - length], value=value)
+    # By indices, since torch refuses to pad what is empty along another dim.
+    return tensor.index_select(dim, torch.from_numpy(places(start, end, length, boundary)).to(tensor.device))
+
+
+class Guard(TorchFunctionMode):
+    """Lets functions compute on blocks that treat each position alone, and knows how their results are split."""
+
+    is_paused = False
+
+    def __torch_function__(
+        self, func: Function, _types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused or not any(map(layout_of, _tensors((args, kwargs)))):
+            return func(*args, **kwargs)
+        name = _name_of(func)
+        rule = _rule_of(name)
+        if rule is None:
+            raise _refusal(name, "it is not known to treat each position alone")
+        layout = rule(name, func, args, kwargs)
+        result = func(*args, **kwargs)
+        if layout:
+            for tensor in _tensors(result):
+                set_layout(tensor, layout)
+        return result
+
+
+def _refusal(name: str, why: str) -> ValueError:
+    remedy = next(text for key, text in _INSTEAD.items() if name.startswith(key)).format(name=name)
+    return ValueError(
+        f"functions in a decomposed module must not mix positions of a field, got {name}: {why}. {remedy}."
+    )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _name_of(func: Any) -> str:
+    name: str = func.__name__
+    if name in ("__get__", "__set__"):
+        name = func.__self__.__name__
+    return name.strip("_") or name
+
+
+def _reading(*_: Any) -> Layout:
+    return {}
+
+
+def _pointwise(name: str, _func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
+    """Return the common layout of all arguments; all that extend along a split dim must be split there alike."""
+    merged: Layout = {}
+    everything = list(_tensors((args, kwargs)))
+    for tensor in everything:
+        for dim, axis in layout_of(tensor).items():
+            if merged.setdefault(dim, axis) != axis:
+                raise _refusal(name, f"its fields are split unlike along dim {dim}")
+    for tensor in everything:
+        for dim in merged:
+            if dim not in layout_of(tensor) and tensor.ndim >= -dim and tensor.shape[dim] != 1:
+                raise _refusal(
+                    name,
+                    f"a tensor of shape {tuple(tensor.shape)}, which was made in the module or belongs to it, is not "
+                    f"known to be split along dim {dim}; pass it to the module as a block",
+                )
+    return merged
+
+
+def _along(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
+    place, default = _ALONG[name]
+    dim = kwargs.get("dim", args[place] if len(args) > place else default)
+    layout, ndim = _pointwise(name, func, args[:1], kwargs), next(_tensors((args, kwargs))).ndim
+    if not isinstance(dim, int) or (dim if dim < 0 else dim - ndim) in layout:
+        raise _refusal(name, f"it computes along dim {dim}, which is split")
+    return layout
+
+
+def _telling(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
+    """Follow the dims by what a function makes of tensors without data, whose split dims have lengths of their own."""
+    if name in ("max", "min") and ("other" in kwargs or (isinstance(args[-1], torch.Tensor) and len(args) > 1)):
+        return _pointwise(name, func, args, kwargs)
+    if name == "getitem" and any(
+        isinstance(one, torch.Tensor | list) for one in (args[1] if isinstance(args[1], tuple) else args[1:])
+    ):
+        raise _refusal("indexing by tensors", "where its entries come from is not known")
+    fields = [tensor for tensor in _tensors((args, kwargs)) if layout_of(tensor)]
+    if name == "einsum" and len(fields) > 1:
+        raise _refusal(name, "it multiplies fields")
+    longest = 1 + max(max(tensor.shape) for tensor in _tensors((args, kwargs)) if tensor.ndim)
+    axes = dict.fromkeys(axis for tensor in fields for axis in layout_of(tensor).values())
+    # Odd multiples: what is left of one of them is no other one.
+    lengths = {axis: longest * (2 * at + 3) for at, axis in enumerate(axes)}
+    shape = _shape_of_result(name, func, args, kwargs, lengths)
+    if name == "squeeze" and len(shape) != len(_shape_of_result(name, func, args, kwargs, dict.fromkeys(axes, 1))):
+        raise _refusal(name, "which dims it drops depends on the rank; name the dim")
+    for tensor in fields:
+        for dim, axis in layout_of(tensor).items():
+            if shape.count(lengths[axis]) != 1:
+                raise _refusal(name, f"it does not keep dim {dim}, which is split")
+    return {shape.index(length) - len(shape): axis for axis, length in lengths.items()}
+
+
+def _reshaping(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
+    """Follow the dims of a reshaped tensor: a dim is the same where it and all behind it have kept their lengths."""
+    tensor, layout = args[0], {}
+    shape = torch.Size(_shape_of_result(name, func, args, kwargs, {}))
+    for dim, axis in layout_of(tensor).items():
+        behind = tensor.shape[tensor.ndim + dim + 1 :].numel()
+        same = [d for d in range(-len(shape), 0) if shape[d] == tensor.shape[dim]]
+        same = [d for d in same if shape[len(shape) + d + 1 :].numel() == behind]
+        if dim not in same and (len(same) != 1 or tensor.shape[dim] < 2):
+            raise _refusal(name, f"it does not keep dim {dim}, which is split")
+        layout[dim if dim in same else same[0]] = axis
+    return layout
+
+
+def _shape_of_result(
+    name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any], lengths: dict[Axis, int]
+) -> list[int]:
+    """Return the shape that the result would have if the split dims had these lengths."""
+
+    def without_data(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            shape = list(value.shape)
+            for dim, axis in layout_of(value).items():
+                shape[dim] = lengths.get(axis, shape[dim])
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+        if isinstance(value, list | tuple) and next(_tensors(value), None) is not None:
+            return type(value)(map(without_data, value))
+        return value
+
+    try:
+        result = func(*map(without_data, args), **{key: without_data(value) for key, value in kwargs.items()})
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise _refusal(name, f"it needs the lengths of a block, {str(error).splitlines()[0]}") from error
+    return list(next(_tensors(result)).shape)
+
+
+_RULES: dict[str, Rule] = {
+    name: rule
+    for rule, names in {
+        _reading: (
+            "shape size dtype device dim ndim numel nelement stride is_contiguous requires_grad is_floating_point "
+            "is_complex is_cuda layout data_ptr element_size itemsize is_leaf grad_fn names storage_offset len "
+            "is_sparse is_quantized get_device repr hash is_nested version grad is_meta is_cpu register_hook "
+            "retain_grad nbytes is_signed output_nr is_mkldnn is_inference is_shared is_pinned new_zeros new_ones "
+            "new_full new_empty"
+        ),
+        _pointwise: (  # beside those that torch itself calls so
+            "truediv floordiv rsub rdiv radd rmul rtruediv rpow iadd isub imul itruediv and or xor invert dropout "
+            "relu6 hardtanh alpha_dropout rrelu elu celu selu logsigmoid tanhshrink softsign softshrink hardshrink "
+            "softplus prelu threshold clone contiguous detach to float double half bfloat16 type cpu cuda type_as "
+            "zeros_like ones_like empty_like full_like rand_like randn_like copy data real imag view_as_real "
+            "leaky_relu gelu silu mish hardswish hardsigmoid relu sigmoid tanh"
+        ),
+        _along: " ".join(_ALONG),
+        _telling: (  # the result no longer has a dim that they compute along, take a part of, or join with another
+            "sum mean amax amin var std prod logsumexp any all max min argmax argmin norm vector_norm unbind select "
+            "narrow chunk split tensor_split cat concat concatenate stack glu permute transpose movedim moveaxis "
+            "swapaxes swapdims unsqueeze squeeze flatten unflatten repeat linear matmul mm bmm einsum getitem"
+        ),
+        _reshaping: "reshape view expand expand_as",
+    }.items()
+    for name in names.split()
+}
+
+
+@functools.cache
+def _rule_of(name: str) -> Rule | None:
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    is_tagged = any(torch.Tag.pointwise in overload.tags for overload in overloads)
+    return _RULES.get(name, _pointwise if is_tagged else None)

@@ -11,8 +11,8 @@ import torch
 
 from distman._torch_internals import EagerFunction
 from distman.collectives import all_gather_v, fused_all_reduce
-from distman.domain._axes import Axis, Layout
-from distman.domain._domain import OnBlocks, rank_in
+from distman.domain._axes import Layout, axes_of
+from distman.domain._domain import OnBlocks
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
 
 _IN_FLOAT32 = (torch.float16, torch.bfloat16)
@@ -25,7 +25,7 @@ def moments(tensor: torch.Tensor, dims: tuple[int, ...], layout: Layout) -> tupl
         variance = (tensor - mean).square().mean(dims, keepdim=True)
     else:  # with weight 0, but in the graph
         variance = mean = tensor.sum(dims, keepdim=True)
-    for axis in _axes(dims, layout):
+    for axis in (layout[dim] for dim in dims if dim in layout):
         both = all_gather_v(torch.stack([mean, variance])[None], [1] * len(axis.sizes), group=axis.group)
         weights = torch.tensor(axis.sizes, dtype=both.dtype, device=both.device) / max(axis.length, 1)
         weights = weights.view(-1, *[1] * mean.ndim)
@@ -34,21 +34,12 @@ def moments(tensor: torch.Tensor, dims: tuple[int, ...], layout: Layout) -> tupl
     return mean, variance
 
 
-def _axes(dims: tuple[int, ...], layout: Layout) -> list[Axis]:
-    return [layout[dim] for dim in dims if dim in layout]
-
-
 def computable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in _IN_FLOAT32 else tensor
 
 
 def _normalized(
-    tensor: torch.Tensor,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    tensor: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, eps: float, weight: Any = None, bias: Any = None
 ) -> torch.Tensor:
     scale = (variance + eps).rsqrt()
     scale = scale if weight is None else scale * weight
@@ -89,9 +80,10 @@ class _Norm(EagerFunction):
             one if one is None else part.sum_to_size(one.shape) for one, part in zip((bias, weight), sums, strict=True)
         )
         total = torch.stack([(one if weight is None else one * weight).sum(dims, keepdim=True) for one in sums])
-        for axis in _axes(dims, layout):
+        for axis in (layout[dim] for dim in dims if dim in layout):
             total = fused_all_reduce(total, group=axis.group)
-        num = math.prod(layout[dim].length if dim in layout else tensor.shape[dim] for dim in dims)
+        axes = axes_of(tensor, layout, -min(dims))
+        num = math.prod(axes[dim].length for dim in dims)
         slope = -(scale**2) * total[1] / num
         torch.addcmul(-scale * total[0] / num - slope * mean, tensor, slope, out=change)
         change.addcmul_(grad, scale if weight is None else scale * weight)
@@ -107,12 +99,12 @@ class RunningNorm(OnBlocks):
 
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num_spatial = tensor.ndim - 2 if self.is_over_batch else self.num_dims
-        self.spatial(layout, num_spatial)
+        axes = self.axes(tensor, layout, num_spatial)
         given = computable(tensor)
         parameters = [one if one is None else _of_channels(one, num_spatial) for one in (self.weight, self.bias)]
         if self.training or self.running_mean is None:
             dims = (*([-tensor.ndim] if self.is_over_batch else []), *range(-num_spatial, 0))
-            num = math.prod(layout[dim].length if dim in layout else tensor.shape[dim] for dim in dims)
+            num = math.prod(axis.length for axis in axes.values()) * (len(tensor) if self.is_over_batch else 1)
             if num == 1:
                 raise self.refuse(
                     "must have more than one value for each channel, got one. Use a larger field or batch"
@@ -139,7 +131,7 @@ class RunningNorm(OnBlocks):
 class GroupNorm(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num_spatial = tensor.ndim - 2
-        self.spatial(layout, num_spatial)
+        self.axes(tensor, layout, num_spatial)
         groups = (self.num_groups, self.num_channels // self.num_groups)
         grouped = computable(tensor).unflatten(1, groups)
         parameters = [one if one is None else one.view(*groups, *[1] * num_spatial) for one in (self.weight, self.bias)]
@@ -152,7 +144,7 @@ class LayerNorm(OnBlocks):
 
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         dims = tuple(range(-len(self.normalized_shape), 0))
-        lengths = tuple(layout[dim].length if dim in layout else tensor.shape[dim] for dim in dims)
+        lengths = tuple(axis.length for axis in axes_of(tensor, layout, len(dims)).values())
         if lengths != tuple(self.normalized_shape):
             raise self.refuse(f"must get fields of {tuple(self.normalized_shape)}, got {lengths}. Resize it")
         given = computable(tensor)
@@ -161,8 +153,7 @@ class LayerNorm(OnBlocks):
             if parameter is not None:
                 for dim, axis in layout.items():
                     if dim in dims:
-                        start, end = axis.intervals[rank_in(axis)]
-                        parameter = parameter.narrow(dim, start, end - start)
+                        parameter = axis.part(parameter, dim)
                 result = combine(result, parameter)
         return result.to(tensor.dtype), layout
 
@@ -171,7 +162,8 @@ class SpectralConv(torch.nn.Module):
     """Multiply the lowest frequencies of a field by matrices over its channels, and drop the others.
 
     Collective, where :func:`distman.domain.decompose` was given the model that it is in; else local. The layer of a
-    Fourier neural operator. Of a split field the ranks exchange the frequencies that are kept, and no more.
+    Fourier neural operator, for real fields of shape ``(samples, in_channels, *)``. Of a split field the ranks exchange
+    the frequencies that are kept, and no more.
 
     Args:
         in_channels: Channels of the input.
@@ -205,31 +197,19 @@ class SpectralConv(torch.nn.Module):
         self.weight = torch.nn.Parameter(scale * torch.rand(in_channels, out_channels, *kept, 2))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the convolved field.
-
-        Local. Collective in a decomposed model.
-
-        Args:
-            input: A real field of shape ``(samples, in_channels, *)``.
-
-        Example:
-            >>> tuple(SpectralConv(2, 3, [4, 4, 4])(torch.ones(5, 2, 8, 8, 8)).shape)
-            (5, 3, 8, 8, 8)
-        """
         return _convolved(self, input, {})
 
 
 class SpectralConvOnBlocks(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        self.spatial(layout, len(self.modes))
+        self.axes(tensor, layout, len(self.modes))
         return _convolved(self, tensor, layout), layout
 
 
 def _convolved(layer: Any, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     num = len(layer.modes)
-    places = [(0, length, length) for length in tensor.shape[2:]]  # start and end of the block, length of the field
-    for dim, axis in layout.items():
-        places[dim] = *axis.intervals[rank_in(axis)], axis.length
+    axes = axes_of(tensor, layout, tensor.ndim - 2).values()
+    places = [(*axis.intervals[axis.rank], axis.length) for axis in axes]  # of the block in the field
     most = [length // 2 + (dim == num - 1) for dim, (_, _, length) in enumerate(places)]
     if len(places) != num or any(modes > limit for modes, limit in zip(layer.modes, most, strict=True)):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +23,11 @@ from distman.collectives import (
     shard_sizes,
     still_carried,
 )
-from distman.domain._axes import BOUNDARIES, Boundary, Run, Runs, Windows, gaps, halo_windows, longest_halo, plan
+from distman.domain._axes import BOUNDARIES, Boundary, Run, Runs, Windows, gaps, longest_halo, plan
 from distman.topology import is_whole_number
 
 _IN_FLOAT32 = (torch.float16, torch.bfloat16)
+
 Halo = int | tuple[int, int]
 
 
@@ -37,6 +39,10 @@ class _Along(NamedTuple):
     boundary: Boundary
     sizes: Sequence[int] | None
     group: Group
+
+    def checked(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
+        details = {"dim": self.dim, "halo": self.halo, "boundary": self.boundary, "sizes": self.sizes}
+        return check_call(operation, tensor, self.group, free_dim=self.dim, unites_grad=self.sizes is None, **details)
 
 
 @collective
@@ -80,13 +86,11 @@ def halo_exchange(
         >>> all_gather_objects(halo_exchange(shard, 1, 0, boundary="circular").tolist())
         [[5, 0, 1, 2, 3], [2, 3, 4, 5, 0]]
     """
-    prepared = []
     for along in _each_dim(tensor, halo, dim, boundary, sizes, group):
-        tensor = _checked("halo_exchange", tensor, along)
+        tensor = along.checked("halo_exchange", tensor)
         tensor, lengths, axis = shard_sizes("halo_exchange", tensor, along.sizes, along.dim, along.group)
-        prepared.append((axis, checked_windows(along.dim, lengths, along.halo, along.boundary), along.group))
-    for axis, windows, members in prepared:
-        tensor = Fetch.apply(tensor, axis, windows, members)
+        windows = checked_windows(along.dim, lengths, along.halo, along.boundary)
+        tensor = Fetch.apply(tensor, axis, windows, along.group)
     return tensor
 
 
@@ -125,13 +129,9 @@ def halo_reduce(
         >>> all_gather_objects(halo_reduce(torch.ones(4), 1, 0).tolist())  # of two entries, one is in the other's halo
         [[1.0, 2.0], [2.0, 1.0]]
     """
-    prepared = []
-    for along in _each_dim(tensor, halo, dim, boundary, sizes, group):
-        tensor = _checked("halo_reduce", tensor, along)
-        tensor, windows, axis = _windows_within(tensor, along)
-        prepared.append((axis, windows, along.group))
-    for axis, windows, members in reversed(prepared):
-        tensor = Deposit.apply(tensor, axis, windows, members)
+    for along in reversed(_each_dim(tensor, halo, dim, boundary, sizes, group)):
+        tensor, axis, windows = _windows_within(along.checked("halo_reduce", tensor), along)
+        tensor = Deposit.apply(tensor, axis, windows, along.group)
     return tensor
 
 
@@ -139,29 +139,25 @@ def _each_dim(tensor: torch.Tensor, halo: Any, dim: Any, boundary: Any, sizes: A
     """Return the arguments for one dim after the other."""
     several = not isinstance(dim, int)
     dims = list(dim) if several else [dim]
-    halos = list(halo) if several and not isinstance(halo, int) else [halo] * len(dims)
-    boundaries: list[Any] = [boundary] * len(dims) if isinstance(boundary, str) else list(boundary)
-    lists = list(sizes) if several and sizes is not None else [sizes] * len(dims)
-    groups = list(group) if several and isinstance(group, list | tuple) else [group] * len(dims)
-    for name, given in (("halo", halos), ("boundary", boundaries), ("sizes", lists), ("group", groups)):
-        if len(given) != len(dims):
+    arguments = {"halo": halo, "boundary": boundary, "sizes": sizes, "group": group}
+    for name, given in arguments.items():
+        arguments[name] = list(given) if several and isinstance(given, list | tuple) else [given] * len(dims)
+        if len(arguments[name]) != len(dims):
             raise ValueError(
-                f"{name} must have one entry for each of the {len(dims)} dims {tuple(dims)}, got {len(given)}. Pass as "
-                "many as dims."
+                f"{name} must have one entry for each of the {len(dims)} dims {tuple(dims)}, got "
+                f"{len(arguments[name])}. Pass as many as dims."
             )
-    members = [resolve_group(one) for one in groups]
+    members = [resolve_group(one) for one in arguments["group"]]
     wide = [one.ranks for one in members if one.size > 1]
     if len(set(wide)) < len(wide):
         raise ValueError(
-            f"group must be another one for each of the dims {tuple(dims)}, got {groups}. Pass the groups of the axes "
-            "of a mesh."
+            f"group must be another one for each of the dims {tuple(dims)}, got {arguments['group']}. Pass the groups "
+            "of the axes of a mesh."
         )
     if isinstance(tensor, torch.Tensor) and len({one % tensor.ndim for one in dims if tensor.ndim}) < len(dims):
         raise ValueError(f"dim must hold different dims, got {tuple(dims)}. Name each dim once.")
-    return [
-        _Along(one, pair(width), bound, listed, of)
-        for one, width, bound, listed, of in zip(dims, halos, boundaries, lists, members, strict=True)
-    ]
+    halos = map(pair, arguments["halo"])
+    return list(map(_Along, dims, halos, arguments["boundary"], arguments["sizes"], members))
 
 
 def pair(halo: Any) -> tuple[int, int]:
@@ -174,22 +170,8 @@ def pair(halo: Any) -> tuple[int, int]:
     return numbers
 
 
-def _checked(operation: str, tensor: torch.Tensor, along: _Along) -> torch.Tensor:
-    return check_call(
-        operation,
-        tensor,
-        along.group,
-        free_dim=along.dim,
-        unites_grad=along.sizes is None,
-        dim=along.dim,
-        halo=along.halo,
-        boundary=along.boundary,
-        sizes=along.sizes,
-    )
-
-
 def checked_windows(dim: int, sizes: Sequence[int], halo: tuple[int, int], boundary: Boundary) -> Windows:
-    """Return the shards with their halos, if the field has such."""
+    """Return the shards with their halos, if the field has such; with "none" they end where the field does."""
     if boundary not in BOUNDARIES:
         raise ValueError(f"boundary must be one of {', '.join(BOUNDARIES)}, got {boundary!r}. Choose one.")
     most = longest_halo(boundary, sum(sizes))
@@ -198,11 +180,15 @@ def checked_windows(dim: int, sizes: Sequence[int], halo: tuple[int, int], bound
             f"halo must be at most {most} where a tensor of length {sum(sizes)} along dim {dim} continues by "
             f"{boundary!r}, got {halo}. Choose a smaller halo, or another boundary."
         )
-    return halo_windows(sizes, *halo, boundary)
+    ends = list(itertools.accumulate(sizes))
+    bounds = [(end - size - halo[0], end + halo[1]) for size, end in zip(sizes, ends, strict=True)]
+    if boundary == "none":
+        bounds = [(max(start, 0), min(end, ends[-1])) for start, end in bounds]
+    return Windows(tuple(sizes), tuple(bounds), boundary)
 
 
-def _windows_within(tensor: torch.Tensor, along: _Along) -> tuple[torch.Tensor, Windows, int]:
-    """Return the windows of which this rank holds one, and the dim."""
+def _windows_within(tensor: torch.Tensor, along: _Along) -> tuple[torch.Tensor, int, Windows]:
+    """Return this rank's window, ready to be added up, its dim, and the windows of all ranks."""
     axis = normalize_dim(along.dim, tensor.ndim)
     if along.sizes is not None:
         lengths = check_sizes(along.sizes, along.group)
@@ -223,7 +209,7 @@ def _windows_within(tensor: torch.Tensor, along: _Along) -> tuple[torch.Tensor, 
             f"{lengths[along.group.rank]} with its halos {along.halo}, got {tensor.shape[axis]}. Pass what "
             "halo_exchange returns."
         )
-    return tensor, windows, axis
+    return tensor, axis, windows
 
 
 class Fetch(EagerFunction):
@@ -242,21 +228,12 @@ class Fetch(EagerFunction):
         result = _empty(tensor, dim, windows.length(group.rank))
         for start, end in beyond:
             result.narrow(dim, start, end - start).fill_(value)
-        sends, receives = ([tensor.narrow(dim, 0, 0)] * group.size for _ in range(2))
-        for rank, runs in outgoing.items():
-            sends[rank] = _joined([_taken(tensor, dim, run) for run in runs], dim)
-        for rank, runs in incoming.items():
-            receives[rank] = _place(result, dim, runs[0]) if _is_plain(runs) else _empty(tensor, dim, _num_sent(runs))
         main, others = _own(incoming, group)
-        sends[group.rank] = _taken(tensor, dim, main)  # copied while the others travel
-        receives[group.rank] = _place(result, dim, main)
-        exchange(sends, receives, group, f"windows {layout_of(tensor, dim)} dim {dim} {windows.text}")
-        pieces = [(run, _taken(tensor, dim, run)) for run in others]
-        for rank, runs in incoming.items():
-            if rank != group.rank and not _is_plain(runs):
-                pieces += _split(receives[rank], runs, dim)
-        for run, piece in pieces:
-            _place(result, dim, run).copy_(piece.flip(dim) if run.step < 0 else piece)
+        own = main.source_in(tensor, dim), main.target_in(result, dim)
+        sent = {rank: [run.source_in(tensor, dim) for run in runs] for rank, runs in outgoing.items()}
+        pieces = _swapped(sent, incoming, own, dim, group, f"windows {layout_of(tensor, dim)} dim {dim} {windows.text}")
+        for run, piece in [*((run, run.source_in(tensor, dim)) for run in others), *pieces]:
+            run.target_in(result, dim).copy_(piece.flip(dim) if run.step < 0 else piece)
         return result
 
     @staticmethod
@@ -273,25 +250,18 @@ class Deposit(EagerFunction):
         tensor = still_carried(tensor, group)
         incoming, outgoing, _ = plan(windows, group.rank)
         result = _empty(tensor, dim, windows.sizes[group.rank])
-        sends, receives = ([tensor.narrow(dim, 0, 0)] * group.size for _ in range(2))
-        for rank, runs in incoming.items():
-            if rank != group.rank:
-                sends[rank] = _joined([_folded(tensor, dim, run) for run in runs], dim)
-        for rank, runs in outgoing.items():
-            receives[rank] = _empty(tensor, dim, _num_sent(runs))
         main, others = _own(incoming, group)
-        sends[group.rank] = _place(tensor, dim, main)  # copied while the others travel
-        receives[group.rank] = _taken(result, dim, main)
+        own = main.target_in(tensor, dim), main.source_in(result, dim)
         for start, end in gaps([(main.source, main.source + main.length)], windows.sizes[group.rank]):
             result.narrow(dim, start, end - start).zero_()
-        exchange(sends, receives, group, f"sums of windows {layout_of(tensor, dim)} dim {dim} {windows.text}")
+        sent = {
+            rank: [_folded(tensor, dim, run) for run in runs] for rank, runs in incoming.items() if rank != group.rank
+        }
+        what = f"sums of windows {layout_of(tensor, dim)} dim {dim} {windows.text}"
+        pieces = _swapped(sent, outgoing, own, dim, group, what)
         total = result.float() if tensor.dtype in _IN_FLOAT32 else result
-        pieces = [(run, _folded(tensor, dim, run)) for run in others]
-        for rank in sorted(outgoing):  # the order in which parts are added up
-            if rank != group.rank:
-                pieces += _split(receives[rank], outgoing[rank], dim)
-        for run, piece in pieces:
-            _taken(total, dim, run).add_(piece)
+        for run, piece in [*((run, _folded(tensor, dim, run)) for run in others), *pieces]:
+            run.source_in(total, dim).add_(piece)
         return total.to(tensor.dtype)
 
     @staticmethod
@@ -307,17 +277,28 @@ def _own(incoming: Runs, group: Group) -> tuple[Run, list[Run]]:
     return Run(0, 0, 0), runs
 
 
-def _is_plain(runs: Sequence[Run]) -> bool:
-    """Return whether what another rank sends can be received in its place."""
-    return len(runs) == 1 and runs[0].step == 1
-
-
-def _taken(shard: torch.Tensor, dim: int, run: Run) -> torch.Tensor:
-    return shard.narrow(dim, run.source, run.num_sent)
-
-
-def _place(window: torch.Tensor, dim: int, run: Run) -> torch.Tensor:
-    return window.narrow(dim, run.target, run.length)
+def _swapped(
+    sent: dict[int, list[torch.Tensor]],
+    received: Runs,
+    own: tuple[torch.Tensor, torch.Tensor],
+    dim: int,
+    group: Group,
+    what: str,
+) -> list[tuple[Run, torch.Tensor]]:
+    """Send the others their parts, copy this rank's own meanwhile, and return what came for runs, in rank order."""
+    sends, receives = ([own[0].narrow(dim, 0, 0)] * group.size for _ in range(2))
+    sends[group.rank], receives[group.rank] = own
+    for rank in sent.keys() - {group.rank}:
+        sends[rank] = sent[rank][0] if len(sent[rank]) == 1 else torch.cat(sent[rank], dim)
+    nums = {rank: [run.num_sent for run in runs] for rank, runs in received.items() if rank != group.rank}
+    for rank in nums:
+        receives[rank] = _empty(own[0], dim, sum(nums[rank]))
+    exchange(sends, receives, group, what)
+    return [
+        (run, piece)
+        for rank in sorted(nums)
+        for run, piece in zip(received[rank], receives[rank].split_with_sizes(nums[rank], dim), strict=True)
+    ]
 
 
 def _empty(like: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -326,21 +307,9 @@ def _empty(like: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return new_empty(like, shape)
 
 
-def _num_sent(runs: Sequence[Run]) -> int:
-    return sum(run.num_sent for run in runs)
-
-
-def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _split(message: torch.Tensor, runs: Sequence[Run], dim: int) -> list[tuple[Run, torch.Tensor]]:
-    return list(zip(runs, message.split_with_sizes([run.num_sent for run in runs], dim), strict=True))
-
-
 def _folded(window: torch.Tensor, dim: int, run: Run) -> torch.Tensor:
     """Return what a run of a window adds to the entries that it was made of, in their order."""
-    part = _place(window, dim, run)
+    part = run.target_in(window, dim)
     if run.step == 0:
         return part.sum(dim, keepdim=True, dtype=part.dtype)
     return part.flip(dim) if run.step < 0 else part

@@ -4,81 +4,50 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from distman.collectives import all_gather_v
-from distman.domain._axes import Axis, Boundary, Layout, longest_halo
-from distman.domain._domain import OnBlocks, rank_in, window
+from distman.domain._axes import Axis, Boundary, Layout, Stretch, axes_of, longest_halo
+from distman.domain._domain import OnBlocks, window
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
 
+# What each entry of a result is made of, and the weights; None where each is taken as it is.
+Taps = tuple[torch.Tensor, torch.Tensor | None]
 
-def repeated(value: Any, num: int) -> tuple[Any, ...]:
+
+def _repeated(value: Any, num: int) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * num
 
 
-def padded(
-    tensor: torch.Tensor, dim: int, before: int, after: int, boundary: Boundary = "zeros", value: float = 0.0
-) -> torch.Tensor:
-    """Pad a dim that is whole; negative numbers cut off."""
-    if before == after == 0:
-        return tensor
-    if boundary == "zeros" and tensor.numel() == 0:  # which torch 2.8 refuses to pad
-        shape = list(tensor.shape)
-        shape[dim] += before + after
-        return tensor.new_full(shape, value) + tensor.sum()
-    if boundary == "zeros":
-        return functional.pad(tensor, [0] * (2 * (-dim - 1)) + [before, after], value=value)
-    # By indices, since torch refuses to pad what is empty along another dim.
-    places = torch.arange(tensor.shape[dim], dtype=torch.float64, device=tensor.device)[None, None]
-    return tensor.index_select(dim, functional.pad(places, (before, after), mode=boundary)[0, 0].long())
+class Windowed(OnBlocks):
+    """A layer that fetches the entries of the field that this rank's entries of its result depend on."""
+
+    boundary: Boundary = "zeros"  # what is beyond the ends of the field
+    value: float = 0  # where that is "zeros"
+
+    def padded(self, tensor: torch.Tensor, dim: int, axis: Axis, bounds: list[Stretch]) -> torch.Tensor:
+        beyond = -min(start for start, _ in bounds), max(end for _, end in bounds) - axis.length
+        if max(beyond) > longest_halo(self.boundary, axis.length):
+            raise self.refuse(
+                f"must pad by {self.boundary} less than the field is long, got {beyond} for {axis.length}. Pad less"
+            )
+        return window(tensor, dim, axis, bounds, self.boundary, self.value)
+
+    def strided(
+        self, tensor: torch.Tensor, dim: int, axis: Axis, out: Axis, stride: int, before: int, reach: int
+    ) -> torch.Tensor:
+        """Return what a result is made of whose entries take ``reach`` entries each, ``stride`` apart."""
+        if out.length < 1:
+            raise self.refuse("must have a kernel that fits into the field, got a smaller field. Use a larger one")
+        bounds = [(start * stride - before, (end - 1) * stride - before + reach) for start, end in _entries(out)]
+        return self.padded(tensor, dim, axis, bounds)
 
 
-Strides = tuple[int, int, int]  # of a result's entries in the field, entries before it, entries that each one takes
-
-
-def strided_window(
-    tensor: torch.Tensor,
-    dim: int,
-    axis: Axis,
-    length: int,
-    strides: Strides,
-    boundary: Boundary = "zeros",
-    value: float = 0.0,
-) -> tuple[torch.Tensor, Axis]:
-    """Return what a layer needs for this rank's entries of a result of a length, and how that is split."""
-    (stride, before, reach), out = strides, axis.resized(length)
-    bounds = [(start * stride - before, (end - 1) * stride - before + reach) for start, end in _entries(out)]
-    return window(tensor, dim, axis, bounds, boundary, value), out
-
-
-Growth = tuple[int, int, int, int]  # factor, entries cut off in front, reach of an entry beside its own, length
-
-
-def enlarged_window(
-    tensor: torch.Tensor, layout: Layout, growths: Mapping[int, Growth], more: int, *, is_clipped: bool = False
-) -> tuple[torch.Tensor, Layout, dict[int, int]]:
-    """Return what a layer needs that makes several entries of one, how the result is split, and where it starts.
-
-    So many more entries are taken behind; beyond the field there are zeros, or nothing.
-    """
-    out_layout, firsts = {}, {}
-    for dim, axis in layout.items():
-        factor, padding, reach, length = growths[dim]
-        out_layout[dim] = axis.resized(length)
-        entries = _entries(out_layout[dim])
-        bounds = [((s + padding - reach) // factor, -(-(e + padding) // factor) + more) for s, e in entries]
-        if is_clipped:
-            bounds = [(max(start, 0), min(end, axis.length)) for start, end in bounds]
-        tensor = window(tensor, dim, axis, bounds)
-        firsts[dim] = entries[rank_in(axis)][0] + padding - bounds[rank_in(axis)][0] * factor
-    return tensor, out_layout, firsts
-
-
-def _entries(out: Axis) -> list[tuple[int, int]]:
+def _entries(out: Axis) -> list[Stretch]:
     """Return the entries that each rank computes: its own, or one that it drops."""
     return [(start, end) if start < end else (0, 1) for start, end in out.intervals]
 
@@ -86,76 +55,53 @@ def _entries(out: Axis) -> list[tuple[int, int]]:
 def cropped(tensor: torch.Tensor, layout: Layout, firsts: Mapping[int, int] | None = None) -> torch.Tensor:
     """Keep this rank's entries of a result."""
     for dim, axis in layout.items():
-        num = axis.sizes[rank_in(axis)]
+        num = axis.sizes[axis.rank]
         if num != tensor.shape[dim]:
             tensor = tensor.narrow(dim, (firsts or {}).get(dim, 0), num)
     return tensor
 
 
-def _num_results(layer: OnBlocks, room: int, stride: int) -> int:
-    if room < 0:
-        raise layer.refuse("must have a kernel that fits into the field, got a smaller field. Use a larger one")
-    return room // stride + 1
-
-
-def _check_padding(layer: OnBlocks, length: int, before: int, after: int, boundary: Boundary) -> None:
-    if max(before, after) > longest_halo(boundary, length):
-        raise layer.refuse(
-            f"must pad by {boundary} less than the field is long, got {before, after} for {length}. Pad less"
-        )
-
-
-def _padding_of(padding: Any, at: int, reach: int) -> tuple[int, int]:
-    """Return a convolution's padding before and after the field along one dim, by torch's rule for "same"."""
-    if padding == "same":
-        return (reach - 1) // 2, reach // 2
-    return (0, 0) if padding == "valid" else (padding[at], padding[at])
-
-
-class Conv(OnBlocks):
+class Conv(Windowed):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        num = len(self.kernel_size)
-        self.spatial(layout, num)
-        out_layout, paddings = {}, [0] * num
-        mode: Boundary = self.padding_mode  # by torch's names, which are ours
-        for at in range(num):
-            dim, reach = at - num, self.dilation[at] * (self.kernel_size[at] - 1) + 1
-            before, after = _padding_of(self.padding, at, reach)
-            if dim in layout:
-                axis, stride = layout[dim], self.stride[at]
-                _check_padding(self, axis.length, before, after, mode)
-                length = _num_results(self, axis.length + before + after - reach, stride)
-                strides = stride, before, reach
-                tensor, out_layout[dim] = strided_window(tensor, dim, axis, length, strides, mode)
-            elif mode == "zeros" and before == after:
-                paddings[at] = before
+        num, out, paddings = self.num_dims, {}, [0] * self.num_dims
+        self.boundary = self.padding_mode  # by torch's names, which are ours
+        for dim, axis in self.axes(tensor, layout, num).items():
+            stride, reach = self.stride[dim], self.dilation[dim] * (self.kernel_size[dim] - 1) + 1
+            if isinstance(self.padding, str):  # by torch's rule for "same"
+                before, after = ((reach - 1) // 2, reach // 2) if self.padding == "same" else (0, 0)
             else:
-                tensor = padded(tensor, dim, before, after, mode)
-        convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[num - 1]
+                before = after = self.padding[dim]
+            if self.boundary == "zeros" and before == after and not axis.cuts:
+                paddings[dim] = before
+            else:
+                out[dim] = axis.resized((axis.length + before + after - reach) // stride + 1)
+                tensor = self.strided(tensor, dim, axis, out[dim], stride, before, reach)
+        convolve = getattr(functional, f"conv{num}d")
         result = convolve(tensor, self.weight, self.bias, self.stride, tuple(paddings), self.dilation, self.groups)
-        return cropped(result, out_layout), out_layout
+        return cropped(result, out), out
 
 
-class ConvTranspose(OnBlocks):
+class ConvTranspose(Windowed):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        num = len(self.kernel_size)
-        self.spatial(layout, num)
-        paddings, extra, growths = list(self.padding), list(self.output_padding), {}
+        self.axes(tensor, layout, self.num_dims)
+        out, firsts, paddings, extra = {}, {}, list(self.padding), list(self.output_padding)
         for dim, axis in layout.items():
-            at = dim + num
-            stride, padding, reach = self.stride[at], self.padding[at], self.dilation[at] * (self.kernel_size[at] - 1)
-            length = (axis.length - 1) * stride - 2 * padding + reach + self.output_padding[at] + 1
+            stride, padding, reach = self.stride[dim], paddings[dim], self.dilation[dim] * (self.kernel_size[dim] - 1)
+            length = (axis.length - 1) * stride - 2 * padding + reach + extra[dim] + 1
             if axis.length == 0 or length < 1:
                 raise self.refuse(f"must have a result, got a field of length {axis.length}. Use a larger one")
-            growths[dim] = stride, padding, reach, length
-            paddings[at] = extra[at] = 0
-        tensor, out_layout, firsts = enlarged_window(tensor, layout, growths, 1)
-        convolve = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)[num - 1]
+            paddings[dim] = extra[dim] = 0
+            out[dim] = axis.resized(length)
+            entries, rank = _entries(out[dim]), axis.rank
+            bounds = [((s + padding - reach) // stride, -(-(e + padding) // stride) + 1) for s, e in entries]
+            tensor = window(tensor, dim, axis, bounds)
+            firsts[dim] = entries[rank][0] + padding - bounds[rank][0] * stride
+        convolve = getattr(functional, f"conv_transpose{self.num_dims}d")
         result = convolve(tensor, self.weight, None, self.stride, paddings, extra, self.groups, self.dilation)
-        result = cropped(result, out_layout, firsts)
+        result = cropped(result, out, firsts)
         if self.bias is not None:
-            result = result + self.bias.view(-1, *[1] * num)
-        return result, out_layout
+            result = result + self.bias.view(-1, *[1] * self.num_dims)
+        return result, out
 
 
 def _pooled_length(length: int, padding: int, reach: int, stride: int, *, rounds_up: bool) -> int:
@@ -164,61 +110,45 @@ def _pooled_length(length: int, padding: int, reach: int, stride: int, *, rounds
     return num - 1 if rounds_up and (num - 1) * stride >= length + padding else num
 
 
-class Pool(OnBlocks):
+class Pool(Windowed):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        num = self.num_dims
-        self.spatial(layout, num)
-        kernel, padding = repeated(self.kernel_size, num), repeated(self.padding, num)
-        dilation, stride = repeated(getattr(self, "dilation", 1), num), repeated(self.stride or self.kernel_size, num)
-        value = -math.inf if self.is_max else 0.0
-        out_layout, lengths, out_lengths = {}, [], []
-        for at in range(num):
-            dim, reach = at - num, dilation[at] * (kernel[at] - 1) + 1
-            lengths.append(layout[dim].length if dim in layout else tensor.shape[dim])
-            length = _pooled_length(lengths[at], padding[at], reach, stride[at], rounds_up=self.ceil_mode)
-            out_lengths.append(_num_results(self, length - 1, 1))
-            if dim in layout:
-                strides = stride[at], padding[at], reach
-                tensor, out_layout[dim] = strided_window(tensor, dim, layout[dim], length, strides, "zeros", value)
-            else:
-                after = (length - 1) * stride[at] + reach - padding[at] - lengths[at]
-                tensor = padded(tensor, dim, padding[at], after, "zeros", value)
+        num, out = self.num_dims, {}
+        axes = self.axes(tensor, layout, num)
+        kernel, padding, dilation, stride = (
+            _repeated(one, num)
+            for one in (self.kernel_size, self.padding, getattr(self, "dilation", 1), self.stride or self.kernel_size)
+        )
+        for dim, axis in axes.items():
+            reach = dilation[dim] * (kernel[dim] - 1) + 1
+            out[dim] = axis.resized(
+                _pooled_length(axis.length, padding[dim], reach, stride[dim], rounds_up=self.ceil_mode)
+            )
+            tensor = self.strided(tensor, dim, axis, out[dim], stride[dim], padding[dim], reach)
         if self.is_max:
-            pool_max = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[num - 1]
-            return cropped(pool_max(tensor, kernel, stride, 0, dilation), out_layout), out_layout
-        pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[num - 1]
-        result = cropped(pool(tensor, kernel, stride), out_layout)
-        divisor = getattr(self, "divisor_override", None)
-        if divisor:
-            return result * (math.prod(kernel) / divisor), out_layout
-        for at in range(num):
-            starts = torch.arange(out_lengths[at], dtype=torch.float64) * stride[at] - padding[at]
-            around = padding[at] if self.count_include_pad else 0
-            counts = (starts + kernel[at]).clamp(max=lengths[at] + around) - starts.clamp(min=-around)
-            if at - num in layout:
-                axis = out_layout[at - num]
-                counts = counts[slice(*axis.intervals[rank_in(axis)])]
-            if (counts != kernel[at]).any():
-                result = result * (kernel[at] / counts).to(result).view(-1, *[1] * (num - at - 1))
-        return result, out_layout
+            return cropped(getattr(functional, f"max_pool{num}d")(tensor, kernel, stride, 0, dilation), out), out
+        result = cropped(getattr(functional, f"avg_pool{num}d")(tensor, kernel, stride), out)
+        if getattr(self, "divisor_override", None):
+            return result * (math.prod(kernel) / self.divisor_override), out
+        for dim, axis in out.items():
+            starts = torch.arange(*axis.intervals[axis.rank], dtype=torch.float64) * stride[dim] - padding[dim]
+            around = padding[dim] if self.count_include_pad else 0
+            counts = (starts + kernel[dim]).clamp(max=axes[dim].length + around) - starts.clamp(min=-around)
+            if (counts != kernel[dim]).any():
+                result = result * (kernel[dim] / counts).to(result).view(-1, *[1] * (-dim - 1))
+        return result, out
 
 
 class AdaptivePool(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        num = self.num_dims
-        self.spatial(layout, num)
-        sizes = repeated(self.output_size, num)
-        out_layout: Layout = {}
-        for at in range(num):
-            dim = at - num
-            length = layout[dim].length if dim in layout else tensor.shape[dim]
-            size = length if sizes[at] is None else sizes[at]
-            if size == 1 and dim in layout:
-                tensor = (_maximum if self.is_max else _mean)(tensor, dim, layout[dim])
+        sizes, out = _repeated(self.output_size, self.num_dims), {}
+        for dim, axis in self.axes(tensor, layout, self.num_dims).items():
+            if sizes[dim] == 1 and axis.cuts:
+                tensor = (_maximum if self.is_max else _mean)(tensor, dim, axis)
             else:
-                taps = adaptive_taps(length, size)
-                tensor = resampled(tensor, dim, layout, size, taps, out_layout, is_max=self.is_max)
-        return tensor, out_layout
+                out[dim] = axis.resized(axis.length if sizes[dim] is None else sizes[dim])
+                taps = adaptive_taps(axis.length, out[dim].length)
+                tensor = resampled(tensor, dim, out[dim], axis, taps, is_max=self.is_max)
+        return tensor, out
 
 
 def _mean(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
@@ -232,36 +162,25 @@ def _maximum(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     return all_gather_v(mine, sizes, dim, group=axis.group).max(dim, keepdim=True).values
 
 
-# What each entry of a result is made of, and the weights; None where each is taken as it is.
-Taps = tuple[torch.Tensor, torch.Tensor | None]
-
-
 def resampled(
-    tensor: torch.Tensor, dim: int, layout: Layout, size: int, taps: Taps, out_layout: Layout, *, is_max: bool = False
+    tensor: torch.Tensor, dim: int, out: Axis, axis: Axis, taps: Taps, *, is_max: bool = False
 ) -> torch.Tensor:
     """Return a field of another length along a dim, each entry a weighted sum, or the maximum, of some entries."""
-    index, weights = taps
-    if dim in layout:
-        axis, out_layout[dim] = layout[dim], layout[dim].resized(size)
-        parts = [index[start:end] for start, end in out_layout[dim].intervals]
-        bounds = [(int(part.min()), int(part.max()) + 1) if len(part) else (0, 0) for part in parts]
-        rank = rank_in(axis)
-        tensor = window(tensor, dim, axis, bounds)
-        index = parts[rank] - bounds[rank][0]
-        weights = None if weights is None else weights[slice(*out_layout[dim].intervals[rank])]
-    index = index.to(tensor.device)
+    parts = [taps[0][start:end] for start, end in out.intervals]
+    bounds = [(int(part.min()), int(part.max()) + 1) if len(part) else (0, 0) for part in parts]
+    rank = axis.rank
+    tensor = window(tensor, dim, axis, bounds)
+    index = (parts[rank] - bounds[rank][0]).to(tensor.device)
     if is_max:
         taken: torch.Tensor = tensor.index_select(dim, index.reshape(-1)).unflatten(dim, tuple(index.shape))
         return taken.max(dim).values
     terms = [tensor.index_select(dim, index[:, at]) for at in range(index.shape[1])]
-    if weights is not None:
-        columns = weights.to(terms[0]).unbind(1)
+    if taps[1] is not None:
+        columns = taps[1][slice(*out.intervals[rank])].to(terms[0]).unbind(1)
         terms = [term * column.view(-1, *[1] * (-dim - 1)) for term, column in zip(terms, columns, strict=True)]
     return functools.reduce(torch.add, terms)
 
 
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(mode=False)  # what is kept serves trainings, too
 def adaptive_taps(length: int, size: int) -> Taps:
     """Return the windows of adaptive pooling, the last entries of shorter ones again with weight 0."""
     places = torch.arange(size)
@@ -274,8 +193,6 @@ def adaptive_taps(length: int, size: int) -> Taps:
     return index, weights
 
 
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(mode=False)  # what is kept serves trainings, too
 def resize_taps(length: int, size: int, scale: float | None, mode: str, *, aligns: bool) -> Taps:
     """Return what interpolation takes; a scale is how many times as long the result is, else the lengths say it."""
     if mode.startswith("nearest"):
@@ -311,70 +228,67 @@ def _cubic(t: torch.Tensor, a: float = -0.75) -> torch.Tensor:
 class Upsample(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         num = tensor.ndim - 2
-        self.spatial(layout, num)
-        sizes, scales = repeated(self.size, num), repeated(self.scale_factor, num)
-        out_layout: Layout = {}
+        axes, out = self.axes(tensor, layout, num), {}
+        sizes, scales = (_repeated(one, num) for one in (self.size, self.scale_factor))
         if self.size is None and not self.align_corners and all(float(scale).is_integer() for scale in scales):
-            return multiplied(self, tensor, layout, [int(scale) for scale in scales])
-        for at in range(num):
-            dim = at - num
-            length = layout[dim].length if dim in layout else tensor.shape[dim]
-            size = sizes[at] if self.size is not None else math.floor(float(length) * scales[at])
-            scale = None if self.size is not None or self.recompute_scale_factor else scales[at]
+            more = {"bicubic": 2, "linear": 1, "bilinear": 1, "trilinear": 1}.get(self.mode, 0)
+            options = {"scale_factor": scales, "mode": self.mode, "align_corners": self.align_corners}
+            resize = functools.partial(functional.interpolate, **options)
+            return _multiplied(tensor, layout, [int(scale) for scale in scales], resize, more)
+        for dim, axis in axes.items():
+            out[dim] = axis.resized(sizes[dim] if self.size is not None else math.floor(axis.length * scales[dim]))
+            scale = None if self.size is not None or self.recompute_scale_factor else scales[dim]
             if self.mode == "area":
-                taps = adaptive_taps(length, size)
+                taps = adaptive_taps(axis.length, out[dim].length)
             else:
-                taps = resize_taps(length, size, scale, self.mode, aligns=bool(self.align_corners))
-            tensor = resampled(tensor, dim, layout, size, taps, out_layout)
-        return tensor, out_layout
+                taps = resize_taps(axis.length, out[dim].length, scale, self.mode, aligns=bool(self.align_corners))
+            tensor = resampled(tensor, dim, out[dim], axis, taps)
+        return tensor, out
 
 
-def multiplied(layer: Any, tensor: torch.Tensor, layout: Layout, factors: list[int]) -> tuple[torch.Tensor, Layout]:
-    """Resize by whole numbers, which torch does alike at each place of the field."""
-    more = {"bicubic": 2, "linear": 1, "bilinear": 1, "trilinear": 1}.get(layer.mode, 0)  # entries on each side
-    growths = {dim: (factors[dim], 0, more * factors[dim], axis.length * factors[dim]) for dim, axis in layout.items()}
-    tensor, out_layout, firsts = enlarged_window(tensor, layout, growths, more, is_clipped=True)
-    scales = [float(factor) for factor in factors]
-    result = functional.interpolate(tensor, scale_factor=scales, mode=layer.mode, align_corners=layer.align_corners)
-    return cropped(result, out_layout, firsts), out_layout
+def _multiplied(
+    tensor: torch.Tensor, layout: Layout, factors: Sequence[int], function: Callable[..., torch.Tensor], more: int = 0
+) -> tuple[torch.Tensor, Layout]:
+    """Resize by whole numbers, which torch does alike at each place of the field, by so many entries on each side."""
+    out, firsts = {}, {}
+    for dim, axis in layout.items():
+        factor = factors[dim]
+        out[dim] = axis.resized(axis.length * factor)
+        entries, rank = _entries(out[dim]), axis.rank
+        bounds = [(max(s // factor - more, 0), min(-(-e // factor) + more, axis.length)) for s, e in entries]
+        tensor = window(tensor, dim, axis, bounds)
+        firsts[dim] = entries[rank][0] - bounds[rank][0] * factor
+    return cropped(function(tensor), out, firsts), out
 
 
-class Pad(OnBlocks):
+class Pad(Windowed):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        pads, value = self.padding, getattr(self, "value", 0.0)
-        out_layout = dict(layout)
-        for at in range(len(pads) // 2):
-            dim, before, after = -1 - at, pads[2 * at], pads[2 * at + 1]
-            if dim in layout:
-                axis = layout[dim]
-                _check_padding(self, axis.length, before, after, self.boundary)
-                out_layout[dim] = axis.resized(axis.length + before + after)
-                bounds = [(start - before, end - before) for start, end in out_layout[dim].intervals]
-                tensor = window(tensor, dim, axis, bounds, self.boundary, value)
-            else:
-                tensor = padded(tensor, dim, before, after, self.boundary, value)
-        return tensor, out_layout
+        pads, out = self.padding, dict(layout)
+        for dim, axis in axes_of(tensor, layout, len(pads) // 2).items():
+            before, after = pads[-2 * dim - 2], pads[-2 * dim - 1]
+            out[dim] = axis.resized(axis.length + before + after)
+            bounds = [(start - before, end - before) for start, end in out[dim].intervals]
+            tensor = self.padded(tensor, dim, axis, bounds)
+        return tensor, out
 
 
 class PixelShuffle(OnBlocks):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        self.spatial(layout, 2)
+        self.axes(tensor, layout, 2)
         factor = self.upscale_factor
-        growths = {dim: (factor, 0, 0, axis.length * factor) for dim, axis in layout.items()}
-        tensor, out_layout, firsts = enlarged_window(tensor, layout, growths, 0)
-        return cropped(functional.pixel_shuffle(tensor, factor), out_layout, firsts), out_layout
+        return _multiplied(tensor, layout, [factor] * 2, lambda one: functional.pixel_shuffle(one, factor))
 
 
-class PixelUnshuffle(OnBlocks):
+class PixelUnshuffle(Windowed):
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        self.spatial(layout, 2)
-        factor, out_layout = self.downscale_factor, {}
+        self.axes(tensor, layout, 2)
+        factor, out = self.downscale_factor, {}
         for dim, axis in layout.items():
             if axis.length % factor:
                 raise self.refuse(f"must divide the field, got length {axis.length} and factor {factor}. Crop it")
-            length = axis.length // factor
-            tensor, out_layout[dim] = strided_window(tensor, dim, axis, length, (factor, 0, factor))
-        return cropped(functional.pixel_unshuffle(tensor, factor), out_layout), out_layout
+            out[dim] = axis.resized(axis.length // factor)
+            tensor = self.strided(tensor, dim, axis, out[dim], factor, 0, factor)
+        return cropped(functional.pixel_unshuffle(tensor, factor), out), out
 
 
 class Roll(torch.nn.Module):
@@ -396,17 +310,6 @@ class Roll(torch.nn.Module):
         self.shifts, self.dims = tuple(shifts), tuple(dims)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the shifted field.
-
-        Local. Collective in a decomposed model.
-
-        Args:
-            input: A field that has the dims.
-
-        Example:
-            >>> Roll([1, 1], [-2, -1])(torch.eye(2)).tolist()
-            [[1.0, 0.0], [0.0, 1.0]]
-        """
         return torch.roll(input, self.shifts, self.dims)
 
 
