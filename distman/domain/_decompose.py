@@ -108,7 +108,8 @@ def decompose(module: nn.Module, dims: Dims, *, check: torch.Tensor | None = Non
             "{-2: 'rows', -1: 'columns'}, say."
         )
     _refuse_unknown(module)
-    whole = copy.deepcopy(module) if check is not None else None
+    if check is not None:
+        _compare(copy.deepcopy(module), decompose(copy.deepcopy(module), dims), dims, check)
     domain = Domain(dims)
     for layer in module.modules():
         if type(layer) in _LAYERS:
@@ -116,8 +117,6 @@ def decompose(module: nn.Module, dims: Dims, *, check: torch.Tensor | None = Non
             layer._domain, layer._seen = domain, {}  # type: ignore[assignment]  # no modules, nor parameters
     module.register_forward_pre_hook(domain.begin, with_kwargs=True)
     module.register_forward_hook(domain.end, always_call=True)
-    if check is not None and whole is not None:
-        _compare(whole, copy.deepcopy(module), dims, check)
     return module
 
 

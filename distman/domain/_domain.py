@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from distman._coordination.wait_scope import collective
+from distman._torch_internals import tree_map
 from distman.collectives import GroupLike, all_gather_numbers, check_call, resolve_group
 from distman.domain._axes import Axis, Boundary, Layout, Stretch, Windows, axes_of, layout_of, places, set_layout
 from distman.domain._halo import Fetch
@@ -210,11 +211,9 @@ def _refusal(name: str, why: str) -> ValueError:
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
+    elif isinstance(value, list | tuple | dict):  # quicker than torch's own functions for nested data
+        for one in value.values() if isinstance(value, dict) else value:
             yield from _tensors(one)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def _name_of(func: Any) -> str:
@@ -258,8 +257,6 @@ def _along(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any
 
 def _telling(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
     """Follow the dims by what a function makes of tensors without data, whose split dims have lengths of their own."""
-    if name in ("max", "min") and ("other" in kwargs or (isinstance(args[-1], torch.Tensor) and len(args) > 1)):
-        return _pointwise(name, func, args, kwargs)
     if name == "getitem" and any(
         isinstance(one, torch.Tensor | list) for one in (args[1] if isinstance(args[1], tuple) else args[1:])
     ):
@@ -301,17 +298,16 @@ def _shape_of_result(
     """Return the shape that the result would have if the split dims had these lengths."""
 
     def without_data(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            shape = list(value.shape)
-            for dim, axis in layout_of(value).items():
-                shape[dim] = lengths.get(axis, shape[dim])
-            return torch.empty(shape, dtype=value.dtype, device="meta")
-        if isinstance(value, list | tuple) and next(_tensors(value), None) is not None:
-            return type(value)(map(without_data, value))
-        return value
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = list(value.shape)
+        for dim, axis in layout_of(value).items():
+            shape[dim] = lengths.get(axis, shape[dim])
+        return torch.empty(shape, dtype=value.dtype, device="meta")
 
     try:
-        result = func(*map(without_data, args), **{key: without_data(value) for key, value in kwargs.items()})
+        args, kwargs = tree_map(without_data, (tuple(args), kwargs))
+        result = func(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise _refusal(name, f"it needs the lengths of a block, {str(error).splitlines()[0]}") from error
     return list(next(_tensors(result)).shape)
