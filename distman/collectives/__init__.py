@@ -15,13 +15,14 @@ from distman.collectives._border import refuse as refuse, still_carried as still
 from distman.collectives._debug import compare_calls as compare_calls
 from distman.collectives._exchange import (
     SendBuffers as SendBuffers,
+    all_gather_numbers as all_gather_numbers,
+    control_device as control_device,
     exchange as exchange,
     layout_of as layout_of,
 )
 from distman.collectives._fused import FusedWork, fused_all_reduce, taken_apart as taken_apart
 from distman.collectives._gather import gather_v, scatter_v
 from distman.collectives._headers import refuse_in_sum as refuse_in_sum, sum_numbers as sum_numbers
-from distman.collectives._numbers import all_gather_numbers as all_gather_numbers, control_device as control_device
 from distman.collectives._objects import all_gather_objects, broadcast_data, broadcast_if_ddp, gather_objects
 from distman.collectives._result_memory import new_empty as new_empty
 from distman.collectives._validation import (

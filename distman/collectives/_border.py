@@ -38,8 +38,7 @@ from distman._torch_internals import (
     without_subclass,
 )
 from distman.collectives import _debug
-from distman.collectives._exchange import exchange
-from distman.collectives._numbers import all_gather_numbers, all_gather_texts
+from distman.collectives._exchange import all_gather_numbers, all_gather_texts, exchange
 from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager
 

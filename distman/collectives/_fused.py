@@ -23,10 +23,9 @@ from distman._torch_internals import (
 from distman.collectives import _debug
 from distman.collectives._all_reduce import sum_in_rank_order
 from distman.collectives._border import carried, refuse
-from distman.collectives._exchange import begin_all_reduce, begin_sum
+from distman.collectives._exchange import begin_all_reduce, begin_sum, control_device
 from distman.collectives._fused_layout import OPERATIONS, Layout, Rebuild, find_layout, flatten, kind_of, stack_alike
 from distman.collectives._headers import HEADER_WORDS, MESSAGE_WORDS, check_signed, refuse_in_sum, signed_message
-from distman.collectives._numbers import control_device
 from distman.collectives._result_memory import new_empty
 from distman.collectives._transport import carrier_of, reaches_all
 from distman.collectives._validation import GroupLike, resolve_group

@@ -13,8 +13,7 @@ from distman._job.groups.registry import Group
 from distman._torch_internals import EagerFunction, traced_by, untraced
 from distman.collectives import _debug
 from distman.collectives._border import DTYPES, MAX_NDIM, REFUSED, carried, raise_refusals, refusal_text, still_carried
-from distman.collectives._exchange import exchange, layout_of
-from distman.collectives._numbers import all_gather_texts, broadcast_numbers
+from distman.collectives._exchange import all_gather_texts, broadcast_numbers, exchange, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     GroupLike,

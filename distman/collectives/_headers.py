@@ -16,8 +16,7 @@ from distman._base.text import printable
 from distman._job.groups.registry import Group
 from distman._torch_internals import despite_traces
 from distman.collectives._border import refusal_text
-from distman.collectives._exchange import begin_all_reduce, begin_sum
-from distman.collectives._numbers import all_gather_texts, control_device
+from distman.collectives._exchange import all_gather_texts, begin_all_reduce, begin_sum, control_device
 from distman.errors import PlanMismatchError
 
 MESSAGE_WORDS = 512

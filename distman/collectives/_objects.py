@@ -19,14 +19,14 @@ from distman._torch_internals import despite_traces
 from distman._workers.tensor_pickling import StoragePickler, memory_of
 from distman.collectives import _debug
 from distman.collectives._border import pickled
-from distman.collectives._exchange import exchange
-from distman.collectives._numbers import (
+from distman.collectives._exchange import (
     all_gather_numbers,
     all_gather_texts,
     broadcast,
     broadcast_numbers,
     broadcast_parts,
     control_device,
+    exchange,
 )
 from distman.collectives._result_memory import new_empty
 from distman.collectives._transport import reaches_all

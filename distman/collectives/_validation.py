@@ -21,7 +21,7 @@ from distman.collectives._border import (
     refuse_beside,
     refuse_in_header,
 )
-from distman.collectives._numbers import all_gather_numbers
+from distman.collectives._exchange import all_gather_numbers
 from distman.manager import DistributedManager
 from distman.topology import is_whole_number
 

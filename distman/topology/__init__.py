@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from distman.topology._partition import (
+    READY_MADE as READY_MADE,
     GridPartition as GridPartition,
     ListedPartition as ListedPartition,
     Partition,
-    is_whole_number as is_whole_number,
-    split_sizes,
-)
-from distman.topology._plan import (
-    READY_MADE as READY_MADE,
     Plan,
     check_new_names as check_new_names,
+    is_whole_number as is_whole_number,
     mesh_plan,
     resolve_mesh_shape as resolve_mesh_shape,
+    split_sizes,
     tree_plan,
 )
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distman.topology import GridPartition, Plan, ProcessGroupConfig, ProcessGroupNode, mesh_plan, tree_plan
-from distman.topology._plan import resolve_mesh_shape
+from distman.topology._partition import resolve_mesh_shape
 
 LARGE_WORLDS = [(16, 8, 8), (256, 8, 8), (1024, 8, 8)]
 

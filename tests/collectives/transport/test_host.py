@@ -29,8 +29,7 @@ from distman.collectives import (
     reduce_scatter_v,
     scatter_v,
 )
-from distman.collectives._exchange import SendBuffers, exchange
-from distman.collectives._numbers import all_gather_numbers
+from distman.collectives._exchange import SendBuffers, all_gather_numbers, exchange
 from distman.collectives._transport import HostTransport, _meeting, _segments, transport_of
 from distman.collectives._transport._connections import Connections
 from distman.collectives._transport._host import HostBatch
