@@ -27,6 +27,9 @@ _TOKEN_DIMS = (1, 2)  # of (sample, row, column, ...)
 class DistributedAFNO(nn.Module):
     """An adaptive Fourier neural operator for images, model-parallel over the manager's groups.
 
+    It takes this rank's columns of images, of shape (sample, channel, row, column), and returns as many images, with
+    ``out_channels``; collective over the two groups, and differentiable.
+
     Along the group ``"model_parallel"`` its channels are split, and along ``"spatial_parallel"``, if there is such a
     group, the columns of the images: each of its ranks has whole patches, ``column_sizes`` columns of all. The
     gradients are those of the sum of the losses of the ranks of ``"spatial_parallel"``, the same loss on the ranks of
@@ -53,7 +56,8 @@ class DistributedAFNO(nn.Module):
 
     Raises:
         UndefinedGroupError: There is no group ``"model_parallel"``.
-        ValueError: A size is not positive, or ``num_blocks`` does not divide ``embed_dim``.
+        ValueError: A size is not positive, or ``num_blocks`` does not divide ``embed_dim``. In a later call: the images
+            have another shape.
 
     Example on two ranks:
         >>> manager.create_process_subgroup("model_parallel", 2)
@@ -141,25 +145,6 @@ class DistributedAFNO(nn.Module):
         return sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the operator to this rank's columns of images.
-
-        Collective over the two groups. Differentiable.
-
-        Args:
-            x: Images, of shape (sample, channel, row, column); the columns that are this rank's.
-
-        Returns:
-            As many images, with ``out_channels``.
-
-        Raises:
-            ValueError: The shape is another one.
-
-        Example on two ranks:
-            >>> manager.create_process_subgroup("model_parallel", 2)
-            >>> model = DistributedAFNO((9, 14), 2, 3, patch_size=(3, 7), embed_dim=6, num_blocks=3, depth=1)
-            >>> tuple(model.forward(torch.ones(5, 2, 9, 14)).shape)
-            (5, 3, 9, 14)
-        """
         if self.channel_parallel_inputs:
             sizes = split_sizes(self.in_channels, _size_of(_CHANNELS))
             x = mappings.gather_from_parallel_region(x, 1, sizes, _CHANNELS)
