@@ -67,10 +67,9 @@ def decompose(module: nn.Module, dims: Dims, *, check: torch.Tensor | None = Non
 
     Local, unless ``check`` is given; each call of the model becomes collective over the groups of ``dims``, forward and
     backward. Convolutions, pooling, norms, ``Upsample``, padding, pixel shuffles, :class:`Roll` and
-    :class:`SpectralConv` become subclasses of
-    theirs with the same parameters and state dicts, which exchange what they need with the neighbours. Functions called
-    between them may treat each position alone; those that mix positions of a split dim, such as
-    ``torch.nn.functional.interpolate`` or a mean over it, are refused with what to write instead.
+    :class:`SpectralConv` become subclasses of theirs with the same parameters and state dicts, which exchange what they
+    need with the neighbours. Functions called between them may treat each position alone; those that mix positions of
+    a split dim, such as ``torch.nn.functional.interpolate`` or a mean over it, are refused with what to write instead.
 
     The blocks may have any sizes. Fields of other lengths, after a stride say, are cut in proportion. What
     ``AdaptiveAvgPool2d(1)`` and its like return is whole, and the same on all ranks. The gradients on each rank are

@@ -97,11 +97,8 @@ class ConvTranspose(Windowed):
             tensor = window(tensor, dim, axis, bounds)
             firsts[dim] = entries[rank][0] + padding - bounds[rank][0] * stride
         convolve = getattr(functional, f"conv_transpose{self.num_dims}d")
-        result = convolve(tensor, self.weight, None, self.stride, paddings, extra, self.groups, self.dilation)
-        result = cropped(result, out, firsts)
-        if self.bias is not None:
-            result = result + self.bias.view(-1, *[1] * self.num_dims)
-        return result, out
+        result = convolve(tensor, self.weight, self.bias, self.stride, paddings, extra, self.groups, self.dilation)
+        return cropped(result, out, firsts), out
 
 
 def _pooled_length(length: int, padding: int, reach: int, stride: int, *, rounds_up: bool) -> int:
