@@ -181,7 +181,8 @@ def runs_of(entries: IntArray, starts: Sequence[int] = (0,)) -> Iterator[tuple[i
     owners = np.searchsorted(starts, entries, "right") - 1
     steps = np.diff(entries)
     is_apart = (np.diff(owners) != 0) | (np.abs(steps) > 1)
-    turns = (np.diff(steps, prepend=steps[:1]) != 0) & ~np.insert(is_apart[:-1], 0, [True] * bool(len(steps)))
+    has_begun = ~np.r_[True, is_apart][:-1]
+    turns = has_begun & (np.diff(steps, prepend=steps[:1]) != 0)  # rises after it fell, say
     ends = np.flatnonzero(is_apart | turns) + 1
     for target, end in itertools.pairwise([0, *ends.tolist(), len(entries)]):
         if target < end and owners[target] >= 0:
