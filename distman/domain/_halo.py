@@ -41,7 +41,7 @@ class _Along(NamedTuple):
     group: Group
 
     def checked(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
-        details = {"dim": self.dim, "halo": self.halo, "boundary": self.boundary, "sizes": self.sizes}
+        details: dict[str, Any] = {"dim": self.dim, "halo": self.halo, "boundary": self.boundary, "sizes": self.sizes}
         return check_call(operation, tensor, self.group, free_dim=self.dim, unites_grad=self.sizes is None, **details)
 
 

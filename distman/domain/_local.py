@@ -229,7 +229,7 @@ class Upsample(OnBlocks):
         sizes, scales = (_repeated(one, num) for one in (self.size, self.scale_factor))
         if self.size is None and not self.align_corners and all(float(scale).is_integer() for scale in scales):
             more = {"bicubic": 2, "linear": 1, "bilinear": 1, "trilinear": 1}.get(self.mode, 0)
-            options = {"scale_factor": scales, "mode": self.mode, "align_corners": self.align_corners}
+            options: dict[str, Any] = {"scale_factor": scales, "mode": self.mode, "align_corners": self.align_corners}
             resize = functools.partial(functional.interpolate, **options)
             return _multiplied(tensor, layout, [int(scale) for scale in scales], resize, more)
         for dim, axis in axes.items():

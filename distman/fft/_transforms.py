@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -96,7 +97,7 @@ def _of_two_dims(
     out_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    layout = {"shard_dim": shard_dim, "out_dim": out_dim, "sizes": sizes, "out_sizes": out_sizes}
+    layout: dict[str, Any] = {"shard_dim": shard_dim, "out_dim": out_dim, "sizes": sizes, "out_sizes": out_sizes}
     return _of_several_dims(name, tensor, s, dim, norm, group=group, **layout)
 
 
