@@ -144,9 +144,7 @@ TEST_RELEASE = 10.0  # to leave the group is one message between neighbours; a b
 TEST_STACKS = 2.0  # faulthandler writes at once, unless the process was stopped or is in a call of a driver
 TEST_STACKS_PAUSE = 0.02  # nothing says when a process has written its stacks to the end
 TEST_DEATH = 5.0  # a process that dies closes its connection first, and is waited for by its server a moment later
-TEST_CHOICE = 1.0  # ranks that fail alike do so at about the same time; the debugger looks at the lowest of them
 TEST_GROUP_MARGIN = 60.0  # after the test's limit, for a collective, so that the report shows where it was stuck
-TEST_DEBUGGED = 86400.0  # nobody looks at one failure with a debugger for longer than a day
 
 # Commands.
 RUN_AFTER_FAILURE = 5.0  # for the other ranks to end by themselves once one has failed: one may handle it, and save

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -17,7 +15,6 @@ import pytest
 
 from distman._base import timing
 from distman.testing._coverage import coverage_config
-from distman.testing._debugger import Debugger
 from distman.testing._environments import worker_environ
 from distman.testing._hypothesis import draw, is_given
 from distman.testing._marks import RanksSpec
@@ -36,13 +33,9 @@ def run_item(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
     call = _Call(item, spec, pool)
     try:
         if not is_given(item.obj):
-            call(item.obj, arguments, _debugger_of(item))
-            return
-        try:
+            call(item.obj, arguments)
+        else:
             draw(item, arguments, spec, call)
-        except pytest.fail.Exception:
-            call.repeat(_debugger_of(item))
-            raise
     finally:
         call.show()
 
@@ -54,37 +47,30 @@ class _Call:
         self._pool = pool
         self._reports: list[RankReport] = []
         self._seen: dict[SeenWarning, None] = {}
-        self._repeat: Callable[[Debugger], None] | None = None
 
-    def __call__(
-        self, function: Callable[..., object], arguments: Mapping[str, object], debugger: Debugger | None = None
-    ) -> None:
+    def __call__(self, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
         """Call a function on all ranks, and end as they did, with a report of each if they failed or disagree."""
         __tracebackhide__ = True
-        self._repeat = functools.partial(self, function, arguments)
-        spec, config = self._spec, self._item.config
-        task = self._task(function, arguments, debugs=debugger is not None)
-        self._reports = reports = self._pool.run(task, spec.timeout, spec.dies, debugger)
+        spec = self._spec
+        self._reports = reports = self._pool.run(self._task(function, arguments), spec.timeout, spec.dies)
         self._seen |= dict.fromkeys(one for report in reports for one in report.warnings)
-        if debugger is not None and debugger.quits:
-            raise pytest.exit.Exception("Quitting debugger")
         statuses = {report.status for report in reports}
         if statuses == {RankStatus.SKIPPED}:
             raise pytest.skip.Exception(reports[0].headline, _use_item_location=True)
         if statuses == {RankStatus.XFAILED}:
             raise pytest.xfail.Exception(reports[0].headline)
-        error = failure(reports, spec.dies, was_debugged=config.getoption("usepdb"))
+        error = failure(reports, spec.dies)
         if error is not None:
             raise error
 
-    def _task(self, function: Callable[..., object], arguments: Mapping[str, object], *, debugs: bool) -> RankTask:
+    def _task(self, function: Callable[..., object], arguments: Mapping[str, object]) -> RankTask:
         item, config, spec = self._item, self._item.config, self._spec
         mark = item.get_closest_marker(BACKEND)
         backend, backend_module = ("gloo", "") if mark is None else mark.args
         return RankTask(
             test=item.nodeid,
             world_size=cast("int", item.callspec.params[WORLD_SIZE]),
-            group_timeout=spec.timeout + (timing.TEST_DEBUGGED if debugs else timing.TEST_GROUP_MARGIN),
+            group_timeout=spec.timeout + timing.TEST_GROUP_MARGIN,
             uses_manager=spec.uses_manager,
             backend=backend,
             backend_module=backend_module,
@@ -95,15 +81,8 @@ class _Call:
             traceback_style=config.getoption("tbstyle"),
             shows_locals=config.getoption("showlocals"),
             coverage=coverage_config(),
-            debugs=debugs,
             call=pack(function, arguments, spec.parameters, [item.module, *_conftests(config)]),
         )
-
-    def repeat(self, debugger: Debugger | None) -> None:
-        """Call the last function again, under a debugger: while Hypothesis shrank, there was none."""
-        if debugger is not None and self._repeat is not None:
-            with suppress(pytest.fail.Exception):
-                self._repeat(debugger)
 
     def show(self) -> None:
         """Show what the ranks wrote in the last call, and what they warned of in any."""
@@ -136,10 +115,3 @@ def _warn_again(seen: SeenWarning) -> None:
         # The test's filters have been applied in the worker.
         warnings.simplefilter("always")
         warnings.warn_explicit(seen.text, category, seen.file, seen.line)
-
-
-def _debugger_of(item: pytest.Function) -> Debugger | None:
-    """Return the debugger that ``--pdb`` asks for; None where a failure is expected."""
-    config = item.config
-    is_expected = item.get_closest_marker("xfail") is not None and not config.getoption("runxfail")
-    return None if is_expected or not config.getoption("usepdb") else Debugger(config)

@@ -5,10 +5,6 @@ group, ``BEGIN`` there, ``RankReport`` back; once every rank has ended, ``RELEAS
 end of the group back. So no rank can fail while another is still connecting to it, and none leaves the group while
 another still uses it. A rank on which the test raised sends ``RAISED`` before it describes the error, which may take
 seconds: pytest reads the source.
-
-With a debugger, a rank that fails sends ``Failing`` before its ``RankReport`` and waits for ``DEBUG`` or ``GO_ON``. If
-it is debugged, it sends text to be shown and ``INPUT``, which a line of text answers, and at the end a bool: whether
-the user wants to quit.
 """
 
 from __future__ import annotations
@@ -25,9 +21,6 @@ class Signal(Enum):
     BEGIN = "begin"  # every rank is in the group, or cannot get there
     RAISED = "raised"
     RELEASE = "release"
-    DEBUG = "debug"
-    GO_ON = "go on"
-    INPUT = "input"
 
 
 class RankStatus(Enum):
@@ -72,7 +65,6 @@ class RankTask:
     traceback_style: str
     shows_locals: bool
     coverage: str  # how coverage.py measures, as its own text; empty if it does not
-    debugs: bool  # whether a rank that fails asks for a debugger
     call: bytes
 
 
@@ -89,10 +81,3 @@ class RankReport:
     stdout: str = ""
     stderr: str = ""
     ended_at: float = field(default_factory=time.monotonic)  # comparable between the processes of one machine
-
-
-@dataclass(frozen=True)
-class Failing:
-    """The test has failed on this rank, which still has its frames."""
-
-    detail: str

@@ -19,16 +19,6 @@ BACKEND = "ranks_backend"  # the mark of a test whose process group has another 
 _POOL = pytest.StashKey["RankPool"]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("general").addoption(
-        "--pdb-rank",
-        type=int,
-        metavar="RANK",
-        help="With --pdb, debug a failed test of several ranks on this one, if it failed there; else on the lowest "
-        "that failed.",
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "ranks(spec): the test runs on several ranks at once; set by distman.testing.ranks"

@@ -30,7 +30,6 @@ from distman._workers.fork_server import STACK_SIGNAL, Work
 from distman._workers.output import flush_output, only_this_process
 from distman.manager import DistributedManager
 from distman.testing._coverage import measured
-from distman.testing._debugger import offer_debugger
 from distman.testing._messages import RankReport, RankStatus, RankTask, SeenWarning, Signal
 from distman.testing._serialization import Call
 from distman.testing._state import preserved_state
@@ -96,10 +95,7 @@ def _run(task: RankTask, connection: _Connection) -> RankReport:
         error = attempt(partial(_test, task, connection))
         if error is not None:
             connection.send(Signal.RAISED)
-        report = _describe(task, error, seen)
-        if task.debugs and error is not None and report.status is RankStatus.RAISED:
-            offer_debugger(report.detail, error.__traceback__, connection)
-        return report
+        return _describe(task, error, seen)
 
 
 def _test(task: RankTask, connection: _Connection) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, cast
 
 from distman._workers.output import append_only, read_output
 from distman._workers.server_process import ResidentServer, ServerProcess, WorkerStartError, spawn_server
@@ -18,9 +18,6 @@ from distman._workers.worker_process import WorkerProcess
 from distman.testing._environments import server_environ
 from distman.testing._messages import RankReport, RankTask
 from distman.testing._test_run import TestRun
-
-if TYPE_CHECKING:
-    from distman.testing._debugger import Debugger
 
 # By name: it imports torch, which the pytest process need not load.
 _ENTRY = "distman.testing._rank_loop:prepare"
@@ -85,7 +82,7 @@ class RankPool:
         if self._stores is not None:
             shutil.rmtree(self._stores, ignore_errors=True)  # the server may have done so
 
-    def run(self, task: RankTask, timeout: float, dies: Sequence[int], debugger: Debugger | None) -> list[RankReport]:
+    def run(self, task: RankTask, timeout: float, dies: Sequence[int]) -> list[RankReport]:
         """Run one test and return what became of each rank, in rank order.
 
         Rank and store of the task are filled in. Where no workers can be started, that is a WorkerStartError, then
@@ -100,7 +97,7 @@ class RankPool:
             raise
         self._num_tests += 1
         store_file = stores / str(self._num_tests)
-        test_run = TestRun(self._workers[: task.world_size], timeout, dies, debugger)
+        test_run = TestRun(self._workers[: task.world_size], timeout, dies)
         try:
             test_run.start(replace(task, store_file=str(store_file)))
             return test_run.finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bdb
 import functools
 import linecache
 import re
@@ -28,18 +27,17 @@ _OWN_FILE = "distman/testing/_rank_loop.py"
 _IDLE = re.compile(r"distman/_coordination/timeouts\.py.* in _do_next$")  # a thread that waits for work of the package
 
 
-def failure(reports: Sequence[RankReport], dies: Sequence[int], *, was_debugged: bool) -> BaseException | None:
+def failure(reports: Sequence[RankReport], dies: Sequence[int]) -> BaseException | None:
     """Return an exception that pytest shows as the report, and that a mark like ``xfail(raises=...)`` knows.
 
-    It is of the most special type of which all errors are that no other rank caused. Where a rank was debugged, pytest
-    is told so, since it would stop in this plugin. None if the test has not failed.
+    It is of the most special type of which all errors are that no other rank caused. None if the test has not failed.
     """
     if not _failed(reports, dies):
         return None
     causes = _causes(reports, dies, _echoes(reports, dies))
     types = [one for one in causes[0].types if all(one in cause.types for cause in causes)] if causes else []
     known = next(filter(None, map(_find, types)), None)
-    return _type_of_failure(known, was_debugged)(report_failure(reports, dies))  # type: ignore[arg-type] # hashable
+    return _type_of_failure(known)(report_failure(reports, dies))  # type: ignore[arg-type] # hashable
 
 
 def report_failure(reports: Sequence[RankReport], dies: Sequence[int]) -> str:
@@ -130,17 +128,16 @@ def _find(name: str) -> type[Exception] | None:
 
 
 @functools.cache
-def _type_of_failure(known: type[Exception] | None, was_debugged: bool) -> type[BaseException]:  # noqa: FBT001 - a key
+def _type_of_failure(known: type[Exception] | None) -> type[BaseException]:
     """Return the type of a failure; one and the same for the same arguments, since Hypothesis tells failures by it."""
-    bases: list[Any] = [pytest.fail.Exception, *([bdb.BdbQuit] if was_debugged else [])]
     # The name is what pytest shows. The constructors of the bases may want other arguments.
     members = {"__module__": "builtins", "__init__": _set_report, "__str__": _with_notes}
     if known is not None:
         try:
-            return type("Failed", (*bases, known), members)
+            return type("Failed", (pytest.fail.Exception, known), members)
         except TypeError:  # some types cannot be combined with others
             pass
-    return type("Failed", tuple(bases), members)
+    return type("Failed", (pytest.fail.Exception,), members)
 
 
 def _set_report(self: Any, report: str) -> None:

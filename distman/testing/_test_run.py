@@ -12,28 +12,22 @@ from typing import TYPE_CHECKING
 
 from distman._base import timing
 from distman._workers.output import describe_exit
-from distman.testing._messages import Failing, RankReport, RankStatus, RankTask, Signal
+from distman.testing._messages import RankReport, RankStatus, RankTask, Signal
 from distman.testing._report import readable_stacks
 
 if TYPE_CHECKING:
-    from distman.testing._debugger import Debugger
     from distman.testing._rank_pool import RankProcess
 
 
 class TestRun:
     """One test on some workers, one per rank, in rank order."""
 
-    def __init__(
-        self, workers: Sequence[RankProcess], timeout: float, dies: Sequence[int], debugger: Debugger | None = None
-    ) -> None:
+    def __init__(self, workers: Sequence[RankProcess], timeout: float, dies: Sequence[int]) -> None:
         self._workers = workers
         self._timeout = timeout
         self._dies = dies
-        self._debugger = debugger
         self._deadline = math.inf
         self._described_by: dict[int, float] = {}  # until when ranks that have raised may describe their errors
-        self._failing: dict[int, Failing] = {}  # ranks that may be debugged
-        self._choice_at = math.inf
         self._first_failure: RankReport | None = None
         self._reports: dict[int, RankReport] = {}
         self._running = set(range(len(workers)))
@@ -70,13 +64,11 @@ class TestRun:
     def _listen(self) -> None:
         """Wait for the next message or death, and note what it says."""
         lives = [self._workers[rank].life for rank in self._running]
-        ready, is_over = self._wait(self._running - self._closed, min(self._limit(), self._choice_at), lives)
+        ready, is_over = self._wait(self._running - self._closed, self._limit(), lives)
         for rank in ready:
             self._take_message(rank)
         if is_over:
             self._note_deaths()
-        if self._failing and (time.monotonic() >= self._choice_at or self._running <= self._failing.keys()):
-            self._debug()
 
     def _wait(self, ranks: Iterable[int], until: float, lives: Sequence[object] = ()) -> tuple[list[int], bool]:
         """Return the ranks that have sent a message or closed their connection, and whether one of the lives ended."""
@@ -93,25 +85,6 @@ class TestRun:
             self._note(message)
         elif message is Signal.RAISED:
             self._described_by[rank] = time.monotonic() + timing.TEST_DESCRIPTION
-        elif isinstance(message, Failing):
-            if self._debugger is None or self._debugger.was_used:
-                self._tell([rank], Signal.GO_ON)
-            else:
-                self._failing[rank] = message
-                self._choice_at = min(self._choice_at, time.monotonic() + timing.TEST_CHOICE)
-
-    def _debug(self) -> None:
-        """Let the user look at one of the ranks that have failed, while the others wait."""
-        failing, self._failing, self._choice_at = self._failing, {}, math.inf
-        if self._debugger is None:
-            return
-        chosen, start = self._debugger.choose(failing), time.monotonic()
-        self._debugger.converse(chosen, failing[chosen], self._workers[chosen].connection)
-        self._tell(failing.keys() - {chosen}, Signal.GO_ON)
-        now = time.monotonic()
-        self._deadline += now - start
-        for rank in failing:  # each has to say only now what was shown
-            self._described_by[rank] = now + timing.TEST_DESCRIPTION
 
     def _note_joined(self, rank: int) -> None:
         """Begin the test when the last rank has joined the group, or failed to."""
