@@ -22,7 +22,6 @@ NOT_OF_TORCH = {
     "_exit",
     "_fields",
     "_getframe",
-    "_hypothesis_internal_use_settings",
     "_make",
     "_option_string_actions",
     "_register_atexit",

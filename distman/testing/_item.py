@@ -1,4 +1,4 @@
-"""A test of pytest that runs on the workers, once or, under Hypothesis, once for each example."""
+"""A test of pytest that runs on the workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -16,7 +16,6 @@ import pytest
 from distman._base import timing
 from distman.testing._coverage import coverage_config
 from distman.testing._environments import worker_environ
-from distman.testing._hypothesis import draw, is_given
 from distman.testing._marks import RanksSpec
 from distman.testing._messages import RankReport, RankStatus, RankTask, SeenWarning
 from distman.testing._plugin import BACKEND, WORLD_SIZE
@@ -26,70 +25,44 @@ from distman.testing._serialization import pack
 
 
 def run_item(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
-    """Run a test, with its fixtures made, on the workers, and end it as its ranks did."""
+    """Run a test, with its fixtures made, on the workers, and end it as its ranks did; a failure has their reports."""
     __tracebackhide__ = True
     names = inspect.signature(item.obj).parameters  # those that are no fixtures have defaults, or a mock
     arguments = {name: item.funcargs[name] for name in names if name in item.funcargs}
-    call = _Call(item, spec, pool)
-    try:
-        if not is_given(item.obj):
-            call(item.obj, arguments)
-        else:
-            draw(item, arguments, spec, call)
-    finally:
-        call.show()
+    reports = pool.run(_task(item, spec, arguments), spec.timeout, spec.dies)
+    for report in reports:
+        _show_output(item, report)
+    for seen in dict.fromkeys(one for report in reports for one in report.warnings):
+        _warn_again(seen)
+    statuses = {report.status for report in reports}
+    if statuses == {RankStatus.SKIPPED}:
+        raise pytest.skip.Exception(reports[0].headline, _use_item_location=True)
+    if statuses == {RankStatus.XFAILED}:
+        raise pytest.xfail.Exception(reports[0].headline)
+    error = failure(reports, spec.dies)
+    if error is not None:
+        raise error
 
 
-class _Call:
-    def __init__(self, item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
-        self._item = item
-        self._spec = spec
-        self._pool = pool
-        self._reports: list[RankReport] = []
-        self._seen: dict[SeenWarning, None] = {}
-
-    def __call__(self, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
-        """Call a function on all ranks, and end as they did, with a report of each if they failed or disagree."""
-        __tracebackhide__ = True
-        spec = self._spec
-        self._reports = reports = self._pool.run(self._task(function, arguments), spec.timeout, spec.dies)
-        self._seen |= dict.fromkeys(one for report in reports for one in report.warnings)
-        statuses = {report.status for report in reports}
-        if statuses == {RankStatus.SKIPPED}:
-            raise pytest.skip.Exception(reports[0].headline, _use_item_location=True)
-        if statuses == {RankStatus.XFAILED}:
-            raise pytest.xfail.Exception(reports[0].headline)
-        error = failure(reports, spec.dies)
-        if error is not None:
-            raise error
-
-    def _task(self, function: Callable[..., object], arguments: Mapping[str, object]) -> RankTask:
-        item, config, spec = self._item, self._item.config, self._spec
-        mark = item.get_closest_marker(BACKEND)
-        backend, backend_module = ("gloo", "") if mark is None else mark.args
-        return RankTask(
-            test=item.nodeid,
-            world_size=cast("int", item.callspec.params[WORLD_SIZE]),
-            group_timeout=spec.timeout + timing.TEST_GROUP_MARGIN,
-            uses_manager=spec.uses_manager,
-            backend=backend,
-            backend_module=backend_module,
-            environ=worker_environ(),
-            directory=os.getcwd(),  # noqa: PTH109 - a string
-            search_path=list(sys.path),
-            report_directory=str(config.invocation_params.dir),
-            traceback_style=config.getoption("tbstyle"),
-            shows_locals=config.getoption("showlocals"),
-            coverage=coverage_config(),
-            call=pack(function, arguments, spec.parameters, [item.module, *_conftests(config)]),
-        )
-
-    def show(self) -> None:
-        """Show what the ranks wrote in the last call, and what they warned of in any."""
-        for report in self._reports:
-            _show_output(self._item, report)
-        for seen in self._seen:
-            _warn_again(seen)
+def _task(item: pytest.Function, spec: RanksSpec, arguments: Mapping[str, object]) -> RankTask:
+    config, mark = item.config, item.get_closest_marker(BACKEND)
+    backend, backend_module = ("gloo", "") if mark is None else mark.args
+    return RankTask(
+        test=item.nodeid,
+        world_size=cast("int", item.callspec.params[WORLD_SIZE]),
+        group_timeout=spec.timeout + timing.TEST_GROUP_MARGIN,
+        uses_manager=spec.uses_manager,
+        backend=backend,
+        backend_module=backend_module,
+        environ=worker_environ(),
+        directory=os.getcwd(),  # noqa: PTH109 - a string
+        search_path=list(sys.path),
+        report_directory=str(config.invocation_params.dir),
+        traceback_style=config.getoption("tbstyle"),
+        shows_locals=config.getoption("showlocals"),
+        coverage=coverage_config(),
+        call=pack(item.obj, arguments, spec.parameters, [item.module, *_conftests(config)]),
+    )
 
 
 def _conftests(config: pytest.Config) -> list[ModuleType]:

@@ -14,7 +14,7 @@ import pytest
 from distman._base.arguments import check_seconds
 
 _Test = TypeVar("_Test", bound=Callable[..., object])
-GIVEN_IN_THE_WORKER = ("rank", "world_size")
+_GIVEN_IN_THE_WORKER = ("rank", "world_size")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class RanksSpec:
     uses_manager: bool
     dies: tuple[int, ...]
     parameters: tuple[str, ...] = ()  # those of ``rank`` and ``world_size`` that the function takes
-    signature: inspect.Signature | None = None  # that of the function, with ``rank`` and ``world_size``
 
 
 def ranks(
@@ -39,8 +38,7 @@ def ranks(
     those are made in the pytest process and sent to the workers by (cloud)pickle. ``monkeypatch`` is each
     rank's own. The environment is that of the pytest process with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``
     and ``LOCAL_WORLD_SIZE`` added, and other launchers' variables removed; random generators are seeded by
-    test and rank. A coroutine is run by ``asyncio.run`` on each rank. Under Hypothesis's ``@given``, above or below,
-    values are drawn in the pytest process, and every example is run on all ranks.
+    test and rank. A coroutine is run by ``asyncio.run`` on each rank.
 
     Args:
         world_sizes: Numbers of ranks.
@@ -78,13 +76,13 @@ def ranks(
             return cast("_Test", pytest.mark.ranks(spec)(test))
         if not isinstance(test, FunctionType):
             raise TypeError(f"ranks must decorate a test function or a class, got {test!r}.")
-        function = runnable(test)
+        function = _runnable(test)
         return cast("_Test", pytest.mark.ranks(_hide_parameters(function, spec))(function))
 
     return mark
 
 
-def runnable(function: FunctionType) -> FunctionType:
+def _runnable(function: FunctionType) -> FunctionType:
     """Return a plain function that does what a function does: pytest's plugins run coroutines in ways of their own."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
@@ -147,7 +145,7 @@ def _check(spec: RanksSpec) -> None:
 def _hide_parameters(function: FunctionType, spec: RanksSpec) -> RanksSpec:
     """Let pytest see a signature without ``rank`` and ``world_size``, which are no fixtures."""
     signature = inspect.signature(function)
-    own = tuple(name for name in GIVEN_IN_THE_WORKER if name in signature.parameters)
+    own = tuple(name for name in _GIVEN_IN_THE_WORKER if name in signature.parameters)
     seen = [parameter for name, parameter in signature.parameters.items() if name not in own]
     function.__signature__ = signature.replace(parameters=seen)  # type: ignore[attr-defined]
-    return replace(spec, parameters=own, signature=signature)
+    return replace(spec, parameters=own)

@@ -39,12 +39,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """Refuse a marked test that pytest would not hand over but run itself."""
-    if _spec_of(item) is not None and not hasattr(item, "callspec"):
-        raise pytest.fail.Exception(
-            "@ranks must decorate a function or a method of a plain class, not of unittest.TestCase.",
-            pytrace=False,
-        )
+    """Refuse a marked test that cannot be run on several ranks."""
+    problem = ""
+    if not hasattr(item, "callspec"):  # pytest would not hand it over, but run it itself
+        problem = "@ranks must decorate a function or a method of a plain class, not of unittest.TestCase."
+    elif getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        problem = "@ranks must not stand beside @given: each rank would draw examples of its own. Parametrize the test."
+    if problem and _spec_of(item) is not None:
+        raise pytest.fail.Exception(problem, pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -105,8 +105,6 @@ def _test(task: RankTask, connection: _Connection) -> None:
     warnings.resetwarnings()
     for one in reversed(call.filters):
         warnings.filterwarnings(*one)  # type: ignore[arg-type]  # it takes a tuple of categories, too
-    # Hypothesis draws in the pytest process and knows of no test here.
-    warnings.filterwarnings("ignore", "Using `(assume|reject)` outside a property-based test")
     _join_group(task)
     connection.send(Signal.JOINED)
     _expect(Signal.BEGIN, connection)

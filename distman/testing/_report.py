@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import linecache
 import re
 import sys
@@ -127,11 +126,10 @@ def _find(name: str) -> type[Exception] | None:
     return found if isinstance(found, type) and issubclass(found, Exception) else None
 
 
-@functools.cache
 def _type_of_failure(known: type[Exception] | None) -> type[BaseException]:
-    """Return the type of a failure; one and the same for the same arguments, since Hypothesis tells failures by it."""
+    """Return the type of a failure."""
     # The name is what pytest shows. The constructors of the bases may want other arguments.
-    members = {"__module__": "builtins", "__init__": _set_report, "__str__": _with_notes}
+    members = {"__module__": "builtins", "__init__": _set_report, "__str__": lambda self: self.msg}
     if known is not None:
         try:
             return type("Failed", (pytest.fail.Exception, known), members)
@@ -144,11 +142,6 @@ def _set_report(self: Any, report: str) -> None:
     self.args = (report,)
     self.msg = report
     self.pytrace = False
-
-
-def _with_notes(self: Any) -> str:
-    """Return the report, and what Hypothesis says about the example."""
-    return "\n".join([self.msg, *(f"\n{note}" for note in getattr(self, "__notes__", []))])
 
 
 def readable_stacks(dump: str) -> str:

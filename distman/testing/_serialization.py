@@ -13,13 +13,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import ModuleType
 
 import cloudpickle
 import pytest
 
 from distman._workers.pickling import ModulePickler
-from distman.testing._hypothesis import is_given
 
 _OF_THE_PYTEST_PROCESS = """
     cache capfd capfdbinary caplog capsys capsysbinary capteesys doctest_namespace pytestconfig pytester record_property
@@ -64,25 +63,14 @@ def pack(
             raise UnpicklableError(_name_culprit(function, arguments, error)) from error
 
 
-def _refuse() -> Callable[..., object]:
-    """Return what a worker has instead of a function that Hypothesis calls."""
-
-    def given(*_: object, **__: object) -> None:
-        raise TypeError("@given must be around the test that has @ranks, got a call of its function on a rank.")
-
-    return given
-
-
 class _TestPickler(ModulePickler):
-    """Leaves out what means nothing in a worker: marks, Hypothesis, and patches made in the pytest process."""
+    """Leaves out what means nothing in a worker: marks, and patches made in the pytest process."""
 
     def reducer_override(self, obj: object) -> object:
         if isinstance(obj, pytest.Mark):
             return type(None), ()
         if isinstance(obj, pytest.MonkeyPatch):
             return pytest.MonkeyPatch, ()
-        if isinstance(obj, FunctionType) and is_given(obj):
-            return _refuse, ()
         return super().reducer_override(obj)
 
 
