@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distman._cli.output import print_table
-from distman.environments import LAUNCHERS
 
 if TYPE_CHECKING:
     from distman._cli.timing import Measurement
@@ -67,7 +66,7 @@ def _scaled(number: float, num_digits: int, units: dict[str, float]) -> str:
     return f"{float(f'{number / units[unit]:.{num_digits}g}'):g} {unit}"
 
 
-def print_speeds(measurements: Sequence[Measurement], launcher: str) -> None:
+def print_speeds(measurements: Sequence[Measurement]) -> None:
     rows = [
         (
             one.operation,
@@ -79,4 +78,4 @@ def print_speeds(measurements: Sequence[Measurement], launcher: str) -> None:
         )
         for one in measurements
     ]
-    print_table(_COLUMNS, rows, is_plain=LAUNCHERS[launcher].gives_terminals)
+    print_table(_COLUMNS, rows)

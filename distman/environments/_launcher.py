@@ -214,7 +214,6 @@ class Launcher(_Variables):
             nothing where the job is not known.
         may_bind_gpus: Whether it may show each rank a GPU of its own.
         has_own_gpus: Returns whether it is known that no other rank sees the GPUs that this process sees.
-        gives_terminals: Whether a rank's standard output is a terminal of its own, wherever that of the job goes.
         uses_munge: Whether munge may run on its hosts, by which its scheduler knows users.
         shows_errors: Whether it prints at the end why a rank failed, as it reads in the rank's error file: then the
             rank need not.
@@ -240,7 +239,6 @@ class Launcher(_Variables):
     cancel_command: Callable[[Environ], Sequence[str]] | None = None
     may_bind_gpus: bool = True
     has_own_gpus: Callable[[Environ], bool] = dataclasses.field(default_factory=lambda: lambda _environ: False)
-    gives_terminals: bool = False
     uses_munge: bool = False
     shows_errors: bool = False
     ends_leftovers: bool = False

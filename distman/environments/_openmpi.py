@@ -52,6 +52,5 @@ OPENMPI = Launcher(
     on_failure=OnFailure.ENDS_JOB,
     derived={"main_address": _launch_node},
     process_names=("mpiexec", "mpirun"),
-    gives_terminals=True,
     fake=_fake,
 )

@@ -192,18 +192,6 @@ def test_large_worlds_stay_readable():
         (["--tree", "world(data=1024"], 2, "\n  world(data=1024\n                 ^"),
         (["--mesh", "data=1024", "--rank", "1024"], 2, "--rank must be at least 0 and below the world size 1024"),
         (["--mesh", "data=1024", "--rank", "-1"], 2, "--rank must be at least 0"),
-        (["--tree", "world", "--plot", "x.png"], 1, "the plan must have groups to be drawn"),
-        (
-            ["--mesh", "data=1024", "--plot", "/nowhere/x.png"],
-            2,
-            "the output must be a file that can be written, got /nowhere/x.png. ",
-        ),
-        (["--mesh", "data=1024", "--plot", ""], 2, "the output must end in .pdf, .png, .svg, got '.'. "),
-        (
-            ["--mesh", "data=1024", "--plot", "x.unknown"],
-            2,
-            "the output must end in .pdf, .png, .svg, got 'x.unknown'. ",
-        ),
     ],
 )
 def test_an_error_is_on_standard_error_alone(arguments, code, error, capsys):
@@ -231,35 +219,7 @@ def test_it_imports_neither_torch_nor_numpy_nor_matplotlib():
     assert not imported & {"torch", "numpy", "matplotlib", "mpi4py"}
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path):
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
-    command = [sys.executable, "-m", "distman", "plan", "--world-size", "4", "--mesh", "a=4", "--plot", "a.png"]
-    environ = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    finished = subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
-    )
-    assert (finished.returncode, finished.stdout) == (1, "")
-    assert finished.stderr == (
-        "distman plan: a.png needs matplotlib, which is not installed. Run pip install matplotlib.\n"
-    )
-
-
-@pytest.mark.parametrize("arguments", [["--mesh", "data=-1,model=4"], ["--mesh", "data=1,model=-1", "--rank", "7"]])
-@pytest.mark.parametrize(("world_size", "per_node"), [(8, 4), (20, 3), (4096, None), (4096, 64)])
-def test_a_picture_is_drawn(arguments, world_size, per_node, tmp_path):
-    import matplotlib.image
-
-    path = tmp_path / "plan.png"
-    nodes = [] if per_node is None else ["--ranks-per-node", str(per_node)]
-    planned("--world-size", str(world_size), *arguments, *nodes, "--plot", str(path))
-    height, width, _ = matplotlib.image.imread(path).shape
-    assert 200 < height < 3000
-    assert 400 < width < 3000
-
-
 def test_the_output_on_the_page_of_groups_is_real():
     page = (REPOSITORY / "docs" / "groups.md").read_text(encoding="utf-8")
     ((command, shown),) = re.findall(r"```sh\n(distman plan .*?)\n```\n.*?```text\n(.*?)```", page, re.DOTALL)
-    arguments = shlex.split(command.replace("\\\n", ""))[2:]
-    where = arguments.index("--plot")
-    assert_shown(shown, planned(*arguments[:where], *arguments[where + 2 :]))
+    assert_shown(shown, planned(*shlex.split(command.replace("\\\n", ""))[2:]))

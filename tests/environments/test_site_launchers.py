@@ -83,7 +83,6 @@ def random_site(chance):
         "expected_hosts": lambda _environ: ["n1"],
         "cancel_command": lambda _environ: ["sitecancel"],
         "may_bind_gpus": False,
-        "gives_terminals": True,
         "uses_munge": True,
         "ends_leftovers": True,
         "fake": lambda place: {"SITE_RANK": str(place.rank), "SITE_WORLD_SIZE": str(place.world_size)},

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from distman._base import timing
 from distman._cli.check.findings import Findings, as_json, facts, problems, warnings
-from distman._cli.output import print_table, print_text, progress_bar
+from distman._cli.output import print_table, print_text
 from distman._cli.units import print_speeds
 from distman._job.meeting.secret import find_protection, learn_protection
-from distman.environments import LAUNCHERS, LaunchEnvironment, detect
+from distman.environments import LaunchEnvironment, detect
 from distman.errors import DistmanError, JobFailed
 
 if TYPE_CHECKING:
@@ -69,9 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         protection = learn_protection(protection, environment, os.environ)
     findings = Findings(manager.roll_call, manager.backend, manager.initialization_method, protection)
     if manager.is_main and not arguments.json:
-        print_table(
-            _COLUMNS, [_row(peer) for peer in findings.peers], is_plain=LAUNCHERS[findings.launcher].gives_terminals
-        )
+        print_table(_COLUMNS, [_row(peer) for peer in findings.peers])
     try:
         _examine(manager, findings, arguments.folder)
     # Whatever it is, what was found is told first, and it is raised again if it is our own. That of another rank is
@@ -106,14 +104,11 @@ def _check_host(*, is_json: bool) -> int:
 
 def _examine(manager: DistributedManager, findings: Findings, folder: str | None) -> None:
     """Take all steps, and fill in what they find; what is told about many ranks is filled in on rank 0 only."""
-    steps = _steps(manager, findings, folder)
     timeout = manager._state.job.limits.collective
-    with progress_bar(len(steps), is_shown=manager.is_main) as begin:
-        for name, step in steps.items():
-            begin(name)
-            findings.step = name
-            manager.barrier(f"distman check: {name}", timeout=timeout)
-            step()
+    for name, step in _steps(manager, findings, folder).items():
+        findings.step = name
+        manager.barrier(f"distman check: {name}", timeout=timeout)
+        step()
     manager.barrier("distman check: end", timeout=timeout)
 
 
@@ -171,7 +166,7 @@ def _tell(findings: Findings, *, is_json: bool) -> None:
         return
     if findings.speeds:
         print()
-        print_speeds(findings.speeds, findings.launcher)
+        print_speeds(findings.speeds)
     warned = [f"warning: {sentence}" for sentence in warnings(findings)]
     wrong = [f"WRONG: {sentence}" for sentence in problems(findings)]
     alone = [_ALONE] if findings.backend is None else []

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from distman._cli.output import UsageError, print_table, print_text
+from distman._cli.output import print_table, print_text
 from distman._cli.parser import at_least
 from distman._cli.plan.layout import Layout, lay_out_mesh, lay_out_tree, shorten, where
 from distman.topology import NotationError, Partition, ProcessGroupConfig, parse_mesh, parse_tree
@@ -22,6 +22,10 @@ _MAX_WORLD_SIZE = 10_000_000  # more ranks than any machine has; their groups st
 # Ranks and columns up to which a grid of all ranks is drawn: it has to fit on a screen of 80 columns.
 _MAX_GRID_RANKS = 64
 _MAX_GRID_COLUMNS = 16
+
+
+class _UsageError(ValueError):
+    """An argument is wrong: the exit code is 2."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,22 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     wanted.add_argument("--mesh", help="such as data=-1,model=4; one length may be -1")
     parser.add_argument("--rank", type=int, default=0, help="show the groups that this rank is in (default 0)")
     parser.add_argument("--ranks-per-node", type=at_least(1), metavar="N", help="tell which groups cross nodes")
-    parser.add_argument("--plot", metavar="FILE", help="draw a picture into this file, which matplotlib must know")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Return 0, 1 where the plan does not fit or the picture cannot be drawn, or 2 where an argument is wrong."""
+    """Return 0, 1 where the plan does not fit, or 2 where an argument is wrong."""
     try:
         layout = _read(arguments)
-        if arguments.plot is not None:
-            from distman._cli.plan.picture import draw_picture
-
-            draw_picture(layout, arguments.plot, rank=arguments.rank)
-    except (ValueError, ImportError, OSError) as error:
+    except ValueError as error:
         print(f"distman plan: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (NotationError, UsageError)) else 1
+        return 2 if isinstance(error, (NotationError, _UsageError)) else 1
     if arguments.json:
         print(json.dumps(_as_json(layout, arguments.rank)))
     else:
@@ -61,9 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(arguments: argparse.Namespace) -> Layout:
     if arguments.world_size > _MAX_WORLD_SIZE:
-        raise UsageError(f"--world-size must be at most {_MAX_WORLD_SIZE}, got {arguments.world_size}. Lower it.")
+        raise _UsageError(f"--world-size must be at most {_MAX_WORLD_SIZE}, got {arguments.world_size}. Lower it.")
     if not 0 <= arguments.rank < arguments.world_size:
-        raise UsageError(
+        raise _UsageError(
             f"--rank must be at least 0 and below the world size {arguments.world_size}, got {arguments.rank}. "
             "Choose a rank of this world."
         )
