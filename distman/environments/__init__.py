@@ -1,7 +1,6 @@
 """What a launcher says about this process, as plain values: no torch, no communication."""
 
 # What is imported as itself is for other parts of the package.
-from distman.environments._bare import BARE as BARE
 from distman.environments._base import (
     LaunchEnvironment,
     read_flag as read_flag,
@@ -17,7 +16,6 @@ from distman.environments._detect import (
     should_use_distributed,
     spoken as spoken,
 )
-from distman.environments._distman_run import DISTMAN_RUN as DISTMAN_RUN
 from distman.environments._hostlist import first_host as first_host, parse_hostlist as parse_hostlist
 from distman.environments._launcher import (
     Agent,
@@ -29,6 +27,7 @@ from distman.environments._launcher import (
     fake_variables as fake_variables,
     sets as sets,
 )
+from distman.environments._launchers import BARE as BARE, DISTMAN_RUN as DISTMAN_RUN
 from distman.environments._registry import LAUNCHERS, register_launcher
 from distman.environments._spelling import misspelt_variables
 

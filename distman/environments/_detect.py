@@ -7,7 +7,6 @@ import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
-from distman.environments._bare import BARE, is_complete
 from distman.environments._base import (
     FIELD_NAMES,
     Environ,
@@ -16,19 +15,23 @@ from distman.environments._base import (
     read_text,
     source_of,
 )
-from distman.environments._distman_run import DISTMAN_RUN
-from distman.environments._flux import FLUX
-from distman.environments._hydra import HYDRA
-from distman.environments._jsrun import JSRUN
 from distman.environments._launcher import Allocation, Family, Launcher
-from distman.environments._mvapich import MVAPICH
-from distman.environments._openmpi import OPENMPI
-from distman.environments._pals import PALS
+from distman.environments._launchers import (
+    BARE,
+    DISTMAN_RUN,
+    FLUX,
+    HYDRA,
+    JSRUN,
+    MVAPICH,
+    OPENMPI,
+    PALS,
+    SINGLE,
+    SUBMITIT,
+    TORCHRUN,
+    is_complete,
+)
 from distman.environments._registry import LAUNCHERS
-from distman.environments._single import SINGLE
 from distman.environments._slurm import SLURM
-from distman.environments._submitit import SUBMITIT
-from distman.environments._torchrun import TORCHRUN
 from distman.errors import LaunchEnvironmentError
 
 METHOD = "DISTMAN_INITIALIZATION_METHOD"

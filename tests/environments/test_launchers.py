@@ -9,7 +9,7 @@ import pytest
 
 import distman
 from distman.environments import LAUNCHERS, Family, Launcher, OnFailure, detect, explain, register_launcher
-from distman.environments._hydra import HYDRA
+from distman.environments._launchers import HYDRA
 from distman.errors import LaunchEnvironmentError
 from distman.testing import fake_environment
 from distman.testing._environments import server_environ
