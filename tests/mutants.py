@@ -164,12 +164,6 @@ MUTANTS = (
         ("self.num_skipped += self.num_left_out", "self.num_skipped -= self.num_left_out"),
     ),
     *_mutants(
-        "executor/_channel.py",
-        "executor/test_moving.py executor/test_run.py executor/test_lifetime.py",
-        ("if buffer.memory.nbytes >= num_bytes]", "if buffer.memory.nbytes <= num_bytes]"),
-        ("mask |= 1 << self._freed.pop()", "mask = 1 << self._freed.pop()"),
-    ),
-    *_mutants(
         "executor/_moving.py",
         "executor/test_moving.py",
         ('obj.device.type == "cpu" and not obj.requires_grad', 'obj.device.type == "cpu"'),

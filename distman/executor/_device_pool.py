@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
@@ -49,7 +48,7 @@ class DevicePool:
             return self._ask(workers, payload)
 
     def _ask(self, workers: Sequence[DeviceWorker], payload: Payload) -> list[object]:
-        with contextlib.nullcontext() if payload.is_inline else payload.in_shared_memory() as descriptor:
+        with payload.in_shared_memory() as descriptor:
             for worker in workers:
                 worker.send(payload, descriptor)
         return _collect(workers, self._timeout)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import pickle
 import signal
-from typing import Any
 
 from distman._base import timing
 from distman._base.text import printable, printable_lines
@@ -15,8 +14,7 @@ from distman._workers.server_process import ServerProcess
 from distman._workers.sockets import is_readable, socket_pair
 from distman._workers.worker_process import WorkerProcess
 from distman.errors import WorkerDiedError, WorkerError
-from distman.executor._channel import Kind, MappedBuffers, Message, receive, send
-from distman.executor._payload import Payload, unpack
+from distman.executor._payload import Kind, Payload, receive, send
 from distman.executor._task_loop import Failure, Settings
 
 
@@ -25,18 +23,15 @@ class DeviceWorker(WorkerProcess):
 
     def __init__(self, server: ServerProcess, settings: Settings) -> None:
         self._settings = settings
-        self._mapped = MappedBuffers()
         self.is_busy = self.is_ready = False
         self.connection, theirs = socket_pair()
         with theirs:
             super().__init__(server, dataclasses.asdict(settings), theirs.fileno())
 
     def send(self, payload: Payload, descriptor: int | None) -> None:
-        free_buffers = self._mapped.take_freed()
-        shared_bytes = 0 if payload.is_inline else payload.total_bytes
         self.is_busy = True
         try:
-            send(self.connection, Kind.TASK, payload, shared_bytes, descriptor, free_buffers=free_buffers)
+            send(self.connection, Kind.TASK, payload, descriptor)
         except (BrokenPipeError, ConnectionResetError):
             raise self.died() from None
 
@@ -47,7 +42,7 @@ class DeviceWorker(WorkerProcess):
             raise self.died()
         self.is_busy = False
         try:
-            value = self._open(message)
+            value = message.load()
         except Exception as error:
             raise self._error(
                 f"returned a value that cannot be loaded here: {type(error).__name__}: {error}",
@@ -61,11 +56,6 @@ class DeviceWorker(WorkerProcess):
             raise failed from raised
         add_note(raised, f"It was raised on worker {self.index} ({self._settings.device}, pid {self.pid}).")
         raise raised from failed
-
-    def _open(self, message: Message) -> Any:
-        if not message.shared_bytes:
-            return message.load_inline()
-        return unpack(self._mapped.open(message), message.stream_bytes, message.num_buffers)
 
     def _failed(self, failure: Failure) -> WorkerError:
         what = failure.what

@@ -1,6 +1,7 @@
-"""An object as a pickle, with the contents of its tensors and arrays beside it, to be copied into shared memory.
+"""Messages between the program and a worker: a pickle, with the contents of tensors and arrays beside it.
 
-The memory has no name, so no process that dies leaves any of it in the file system.
+Small ones are sent whole, large ones as shared memory, which has no name: no process that dies leaves any of it in the
+file system.
 """
 
 from __future__ import annotations
@@ -9,22 +10,26 @@ import contextlib
 import io
 import os
 import pickle
+import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from distman._workers.sockets import receive_with_descriptors
 from distman._workers.tensor_pickling import StoragePickler
 
 # A socket takes messages of up to some 200 KB by default, and below this size a copy costs less than a mapping.
-INLINE_BYTES = 64 * 1024
+_INLINE_BYTES = 64 * 1024
 # Below this size a copy into the pickle costs less than a buffer of its own.
 _OUT_OF_BAND_BYTES = 16 * 1024
 _ALIGNMENT = 64  # bytes; the cache line, and what vector instructions want at most
+_HEADER = struct.Struct("<BQQQ")
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
 
 
@@ -33,10 +38,6 @@ class Payload:
     stream: bytes  # its pickle
     # what the pickle refers to: the memory of large tensors and arrays, not yet copied
     buffers: tuple[memoryview, ...] = ()
-
-    @property
-    def is_inline(self) -> bool:
-        return not self.buffers and len(self.stream) <= INLINE_BYTES
 
     @property
     def total_bytes(self) -> int:
@@ -54,14 +55,67 @@ class Payload:
             start += _aligned(buffer.nbytes)
 
     @contextlib.contextmanager
-    def in_shared_memory(self) -> Iterator[int]:
-        """Write it into new shared memory of ``total_bytes``, and lend the file descriptor."""
-        descriptor = create_shared_memory(self.total_bytes)
+    def in_shared_memory(self) -> Iterator[int | None]:
+        """Write it into new shared memory of ``total_bytes``, and lend the file descriptor; None if it is inline."""
+        if not self.buffers and len(self.stream) <= _INLINE_BYTES:
+            yield None
+            return
+        descriptor = _create_shared_memory(self.total_bytes)
         try:
-            self.write(map_shared_memory(descriptor, self.total_bytes))
+            self.write(_map_shared_memory(descriptor, self.total_bytes))
             yield descriptor
         finally:
             os.close(descriptor)
+
+
+class Kind(IntEnum):
+    TASK = 0
+    VALUE = 1
+    FAILURE = 2
+
+
+@dataclass
+class Message:
+    kind: Kind
+    num_buffers: int  # beside the pickle
+    stream_bytes: int  # length of the pickle
+    shared_bytes: int  # size of the shared memory; 0 if the pickle is here
+    stream: bytes  # the pickle, if it is here
+    descriptor: int | None  # the shared memory; it is closed by ``load``
+
+    def load(self, *, is_private: bool = False) -> Any:
+        """Return the object; what a receiver writes to private memory stays unseen by the other processes."""
+        if self.descriptor is None:
+            return pickle.loads(self.stream)  # noqa: S301 - written by a process of ours
+        try:
+            memory = _map_shared_memory(self.descriptor, self.shared_bytes, is_private=is_private).data
+        finally:
+            os.close(self.descriptor)
+            self.descriptor = None
+        return _unpack(memory, self.stream_bytes, self.num_buffers)
+
+
+def send(connection: socket.socket, kind: Kind, payload: Payload, descriptor: int | None) -> None:
+    """Send a payload, or in which shared memory it has been written; does not block if what came before was read."""
+    shared_bytes = 0 if descriptor is None else payload.total_bytes
+    header = _HEADER.pack(kind, len(payload.buffers), len(payload.stream), shared_bytes)
+    if descriptor is None:
+        connection.send(header + payload.stream)
+    else:
+        socket.send_fds(connection, [header], [descriptor])
+
+
+def receive(connection: socket.socket, *, waits: bool = True) -> Message | None:
+    """Return the next message, or None if the other side has hung up, or has sent none and this does not wait."""
+    size = _HEADER.size + _INLINE_BYTES
+    try:
+        data, descriptors = receive_with_descriptors(connection, size, 1, 0 if waits else socket.MSG_DONTWAIT)
+    except (ConnectionResetError, BlockingIOError):
+        return None
+    if not data:
+        return None
+    kind, *counts = _HEADER.unpack_from(data)
+    return Message(Kind(kind), *counts, data[_HEADER.size :], descriptors[0] if descriptors else None)
 
 
 def pack(value: object) -> Payload:
@@ -82,7 +136,7 @@ def pack(value: object) -> Payload:
     return Payload(file.getvalue(), tuple(buffers))
 
 
-def unpack(memory: memoryview, stream_bytes: int, num_buffers: int) -> Any:
+def _unpack(memory: memoryview, stream_bytes: int, num_buffers: int) -> Any:
     """Return the object that ``Payload.write`` wrote there; its tensors and arrays live in that memory."""
     sizes = struct.unpack_from(f"<{num_buffers}Q", memory)
     start = 8 * num_buffers
@@ -99,7 +153,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def create_shared_memory(num_bytes: int) -> int:
+def _create_shared_memory(num_bytes: int) -> int:
     """Return the file descriptor of new shared memory of at least one byte, whatever the size of ``/dev/shm``."""
     descriptor = os.memfd_create("distman-executor")
     try:
@@ -110,7 +164,7 @@ def create_shared_memory(num_bytes: int) -> int:
     return descriptor
 
 
-def map_shared_memory(descriptor: int, num_bytes: int, *, is_private: bool = False) -> npt.NDArray[np.uint8]:
+def _map_shared_memory(descriptor: int, num_bytes: int, *, is_private: bool = False) -> npt.NDArray[np.uint8]:
     """Return the memory behind a file descriptor, which may be closed afterwards.
 
     The mapping lasts as long as the array and its views. What is written to a private one stays unseen by the other

@@ -20,9 +20,8 @@ import torch
 from distman._base.seeds import seed_generators
 from distman._workers.fork_server import STACK_SIGNAL, Work
 from distman._workers.output import exit_code_of, flush_output, only_this_process
-from distman.executor._channel import BufferPool, Kind, Message, receive, send
 from distman.executor._moving import as_cpu
-from distman.executor._payload import Payload, map_shared_memory, pack, unpack
+from distman.executor._payload import Kind, Message, Payload, pack, receive, send
 
 ENTRY = f"{__name__}:prepare"
 _RAISED = "raised "
@@ -74,48 +73,32 @@ def _serve(program: socket.socket, stacks: int, settings: Settings) -> None:
     if torch.get_num_threads() != settings.num_threads:  # the call itself starts threads, even if nothing changes
         torch.set_num_threads(settings.num_threads)
     seed_generators(settings.seed)
-    pool = BufferPool()
-    send(program, Kind.VALUE, pack(None))  # the time of the first task begins now
+    send(program, Kind.VALUE, pack(None), None)  # the time of the first task begins now
     while (message := receive(program)) is not None:
-        pool.release(message.free_buffers)
-        exit_code = _answer(program, message, pool, torch.device(settings.device))
+        exit_code = _answer(program, message, torch.device(settings.device))
         if exit_code is not None:
             os._exit(exit_code)
         del message
 
 
-def _answer(program: socket.socket, message: Message, pool: BufferPool, device: torch.device) -> int | None:
+def _answer(program: socket.socket, message: Message, device: torch.device) -> int | None:
     with only_this_process():  # what is pickled may fork as well
         kind, payload, exit_code = _perform(message, device)
     signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it has set must not go off in the next task
     flush_output()
     try:
-        _send(program, kind, payload, pool)
-    except (MemoryError, OSError, RuntimeError) as error:  # there is no room for a copy
-        send(program, Kind.FAILURE, pack(_describe(error, "could not send its result: ")))
-    return exit_code
-
-
-def _send(program: socket.socket, kind: Kind, payload: Payload, pool: BufferPool) -> None:
-    """Send a payload: in the message, in a buffer of the pool, or in shared memory of its own."""
-    if payload.is_inline:
-        send(program, kind, payload)
-        return
-    buffer = pool.take(payload.total_bytes)
-    if buffer is None:
         with payload.in_shared_memory() as descriptor:
-            send(program, kind, payload, shared_bytes=payload.total_bytes, descriptor=descriptor)
-        return
-    payload.write(buffer.memory)
-    send(program, kind, payload, shared_bytes=buffer.memory.nbytes, descriptor=buffer.unsent, buffer_index=buffer.index)
-    buffer.was_sent()
+            send(program, kind, payload, descriptor)
+    except (MemoryError, OSError, RuntimeError) as error:  # there is no room for a copy
+        send(program, Kind.FAILURE, pack(_describe(error, "could not send its result: ")), None)
+    return exit_code
 
 
 def _perform(message: Message, device: torch.device) -> tuple[Kind, Payload, int | None]:
     """Run one task; whatever it does is an answer."""
     stage = "could not load its task: "
     try:
-        task = _load(message)
+        task: Task = message.load(is_private=True)
         stage = _RAISED
         with only_this_process():
             value = _call(task, device)
@@ -124,16 +107,6 @@ def _perform(message: Message, device: torch.device) -> tuple[Kind, Payload, int
     except BaseException as error:  # noqa: BLE001 - the program decides what to do about it
         failure = _describe(error, stage)
         return Kind.FAILURE, pack(failure), failure.exit_code
-
-
-def _load(message: Message) -> Task:
-    with message.new_memory() as descriptor:
-        if descriptor is None:
-            task: Task = message.load_inline()
-        else:
-            memory = map_shared_memory(descriptor, message.shared_bytes, is_private=True).data
-            task = unpack(memory, message.stream_bytes, message.num_buffers)
-    return task
 
 
 def _call(task: Task, device: torch.device) -> object:

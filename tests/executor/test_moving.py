@@ -1,15 +1,10 @@
-import contextlib
 import dataclasses
-import os
 from collections import OrderedDict, defaultdict, namedtuple
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distman.executor import as_cpu
-from distman.executor._channel import MappedBuffers
-from distman.executor._payload import create_shared_memory
 
 Point = namedtuple("Point", "x y")
 
@@ -78,23 +73,3 @@ def test_tensors_elsewhere_are_moved():
 def test_what_needs_nothing_stays_the_same_object():
     given = {"a": [torch.ones(1), Frozen(torch.ones(2))], "b": (1, "x"), "c": Frozen, "d": {1}}
     assert as_cpu(given) is given
-
-
-def test_all_buffers_that_nobody_reads_any_more_are_given_back_at_once():
-    @contextlib.contextmanager
-    def new_memory():
-        descriptor = create_shared_memory(100)
-        yield descriptor
-        os.close(descriptor)
-
-    def in_buffer(index):
-        return SimpleNamespace(new_memory=new_memory, shared_bytes=100, buffer_index=index)
-
-    mapped = MappedBuffers()
-    memories = [mapped.open(in_buffer(index)) for index in range(4)]
-    kept = memories[2][10:20]
-    del memories
-    assert mapped.take_freed() == 0b1011
-    assert mapped.take_freed() == 0
-    del kept
-    assert mapped.take_freed() == 0b0100

@@ -204,7 +204,7 @@ def test_results_outlive_the_workers():
     array += 1
 
 
-def test_memory_is_used_again_only_when_nobody_reads_it(pair):
+def test_results_stay_as_they_are_when_others_follow(pair):
     kept = [pair.run(lambda device, n: torch.full((100_000,), n), n) for n in range(6)]
     views = [results[0][5:10] for results in kept[::2]]
     del kept[::2]
