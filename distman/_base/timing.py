@@ -155,7 +155,6 @@ KEEP_AFTER_TERM = 5.0  # from SIGTERM to SIGKILL
 KEEP_GRACE = 10.0  # for the other ranks to end once one has failed
 KEEP_CHECK = 20.0  # a check takes up to 5, and a busy controller some
 CHECK_COLLECTIVE = 60.0  # a check that takes longer has found its answer
-CHECK_CLOCKS = 1.0  # by which lines of two logs begin to seem out of order
 CHECK_FOLDER = 2.0  # for a network file system that shows a new file late
 CHECK_FOLDER_PAUSE = 0.05  # few enough looks for a metadata server
 CHECK_SLOW = 2.0  # for what takes milliseconds on a healthy host

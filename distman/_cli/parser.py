@@ -20,7 +20,7 @@ _COMMANDS = {
     "env": ("distman._cli.env", "show what was detected, from which variables, and why, and what will go wrong"),
     "check": (
         "distman._cli.check.command",
-        "start the job under any launcher; check collectives, network, clocks and folders",
+        "start the job under any launcher; check collectives, network and folders",
     ),
     "bench": ("distman._cli.bench", "measure collectives over message sizes"),
     "plan": ("distman._cli.plan.command", "draw the groups or the mesh of a job of any size, without its processes"),

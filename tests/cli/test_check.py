@@ -1,7 +1,6 @@
 """What ``distman check`` is made of; ``tests/launch/test_check.py`` runs the command."""
 
 import itertools
-import time
 
 import pytest
 import torch
@@ -13,10 +12,7 @@ from distman._cli import main
 from distman._cli.check import proofs
 from distman._cli.check.findings import Findings, as_json, facts, find_slow, problems, warnings
 from distman._cli.check.network import (
-    ClockOffset,
     Link,
-    clock_offset,
-    measure_clocks,
     measure_links,
     plan_rounds,
     tournament,
@@ -79,15 +75,6 @@ def test_slow_is_far_from_the_median_and_noticeably_so(seconds, margin, slow):
     assert find_slow(dict(enumerate(seconds)), margin=margin) == slow
 
 
-@pytest.mark.parametrize("ahead", [-3.0, 0.0, 86_400.0])
-def test_the_offset_of_a_clock_is_within_its_uncertainty(ahead):
-    ways = [(0.5, 0.25), (0.001, 0.002), (0.25, 0.0)]
-    trips = [(100.0, 100.0 + there + ahead, 100.0 + there + back) for there, back in ways]
-    seconds, uncertainty = clock_offset(trips)
-    assert uncertainty == pytest.approx(0.0015)
-    assert abs(seconds - ahead) <= uncertainty + 1e-9
-
-
 def peers(num_nodes=2, per_node=2):
     return [
         Peer(
@@ -119,10 +106,9 @@ def found(protection=BY_MUNGE, **more):
 
 def test_what_is_in_order_is_said_and_the_last_line_is_about_the_collectives():
     folder = FolderReport("/home/me", None, [], [])
-    findings = found(compute=[1e-3, 1e-3, 2e-3, 1e-3], clocks=[ClockOffset("n2", 3, -2e-5, 1e-5)], folders=[folder])
+    findings = found(compute=[1e-3, 1e-3, 2e-3, 1e-3], folders=[folder])
     assert facts(findings) == [
         "slowest to compute: rank 2 (n2, pid 102), a matrix product in 2 ms (2.0 times the median)",
-        "clocks: n2 differs most from rank 0, by -20 us (+- 10 us)",
         "folder /home/me: all 4 ranks see it",
         "protected by a secret that munge shows to processes of this user only",
         "all 2 collectives exact on 4 ranks, 2 nodes (cpu:gloo)",
@@ -164,14 +150,6 @@ def test_a_rank_whose_links_are_all_slow_is_named():
 def test_a_rank_that_computes_slowly_is_named():
     (warning,) = warnings(found(compute=[0.01, 0.01, 0.01, 0.1]))
     assert warning == "rank 3 (n2, pid 103) computes slowly: 100 ms (10.0 times the median) for a matrix product."
-
-
-@pytest.mark.parametrize(
-    ("seconds", "uncertainty", "is_said"), [(2.0, 0.1, True), (-2.0, 0.1, True), (2.0, 1.5, False)]
-)
-def test_a_clock_that_is_surely_off_is_a_warning(seconds, uncertainty, is_said):
-    told = warnings(found(clocks=[ClockOffset("n2", 3, seconds, uncertainty)]))
-    assert any("the clock of n2 differs" in sentence for sentence in told) is is_said
 
 
 def test_a_folder_that_was_named_must_be_shared_and_the_working_directory_need_not():
@@ -314,19 +292,6 @@ def test_links_are_those_of_all_pairs(rank, world_size):
         pairs = sorted((link.first, link.second) for link in links)
         assert pairs == list(itertools.combinations(range(world_size), 2))
         assert all(min(link.latency, link.seconds) > 0 for link in links)
-
-
-@ranks(3)
-@pytest.mark.parametrize("ahead", [0.0, -3600.0])
-def test_a_clock_that_is_off_is_found(monkeypatch, rank, ahead):
-    if rank == 2:
-        real = time.time
-        monkeypatch.setattr(time, "time", lambda: real() + ahead)
-    offsets = measure_clocks(DistributedManager())
-    if rank == 0:
-        (offset,) = offsets
-        assert offset.rank == 2
-        assert abs(offset.seconds - ahead) <= offset.uncertainty + 1e-5
 
 
 @ranks(1, 3)

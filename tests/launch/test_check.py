@@ -43,7 +43,7 @@ def test_under_torchrun(preloaded_torchrun, tmp_path):
     assert lines[-2] == f"protected by {Source.KERNEL.value}"
     assert lines[-3] == f"folder {tmp_path}/results: all 4 ranks see it"
     assert lines[-4] == f"folder {tmp_path}: all 4 ranks see it"
-    assert lines[-5].startswith("clocks: ")
+    assert lines[-5].startswith("slowest to compute: ")
     assert list(tmp_path.rglob("*")) == [tmp_path / "results"]
 
 
@@ -101,8 +101,6 @@ def test_a_folder_that_another_node_does_not_see(slurm_cluster, tmp_path):
         problem
         == "--folder must be one that all ranks see, got /dev/shm, which is not that of rank 0 on n2 (ranks 2-3)."
     )
-    (clock,) = [clock for clock in answer["clocks"] if clock["host"] == "n2"]
-    assert abs(clock["seconds"]) <= clock["uncertainty"] + 1e-5
     assert {(link["first"], link["second"]) for link in answer["links"]} == {
         (first, second) for second in range(4) for first in range(second)
     }

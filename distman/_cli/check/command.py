@@ -113,7 +113,7 @@ def _examine(manager: DistributedManager, findings: Findings, folder: str | None
 
 
 def _steps(manager: DistributedManager, findings: Findings, folder: str | None) -> dict[str, Callable[[], None]]:
-    from distman._cli.check.network import measure_clocks, measure_links
+    from distman._cli.check.network import measure_links
     from distman._cli.check.proofs import proofs_for, prove
     from distman._cli.check.shared_folder import check_folder
     from distman._cli.own_job import gather_reports
@@ -135,9 +135,6 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
     def time_links() -> None:
         findings.links = measure_links(manager) or []
 
-    def compare_clocks() -> None:
-        findings.clocks = measure_clocks(manager) or []
-
     def time_compute() -> None:
         findings.compute = gather_reports(manager, "computing", measure_compute(manager.device), float) or []
 
@@ -145,7 +142,7 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
         reports = [check_folder(path, manager) for path in (".", *([folder] if folder else []))]
         findings.folders = [report for report in reports if report is not None]
 
-    several = {"network": time_speeds, "links": time_links, "clocks": compare_clocks}
+    several = {"network": time_speeds, "links": time_links}
     return {
         "collectives": prove_all,
         **(several if manager.world_size > 1 else {}),

@@ -7,12 +7,11 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distman._base import timing
 from distman._cli.output import named, shown_ranks
 from distman._cli.units import show_seconds
 
 if TYPE_CHECKING:
-    from distman._cli.check.network import ClockOffset, Link
+    from distman._cli.check.network import Link
     from distman._cli.check.shared_folder import FolderReport
     from distman._cli.timing import Measurement
     from distman._job.meeting.peers import Peer
@@ -40,7 +39,6 @@ class Findings:
     speeds: list[Measurement] = dataclasses.field(default_factory=list)
     links: list[Link] = dataclasses.field(default_factory=list)
     compute: list[float] = dataclasses.field(default_factory=list)  # seconds of a matrix product on each rank
-    clocks: list[ClockOffset] = dataclasses.field(default_factory=list)
     # The working directory and, behind it, that of ``--folder``, if given.
     folders: list[FolderReport] = dataclasses.field(default_factory=list)
     step: str = ""  # the one that is being taken, or was last
@@ -63,18 +61,12 @@ def problems(findings: Findings) -> list[str]:
 
 
 def warnings(findings: Findings) -> list[str]:
-    """Return a sentence for each thing that is worth a look: slow ranks, links, clocks, the folder, who may come in."""
+    """Return a sentence for each thing that is worth a look: slow ranks, links, the folder, who may come in."""
     sentences = _slow_links(findings)
     times = dict(enumerate(findings.compute))
     sentences += [
         f"{findings.peers[rank]} computes slowly: {_times(times[rank], times.values())} for a matrix product."
         for rank in find_slow(times, margin=_COMPUTE_MARGIN)[:_MAX_NAMED]
-    ]
-    sentences += [
-        f"the clock of {clock.host} differs from rank 0's by {show_seconds(clock.seconds)}: times of files and logs do "
-        "not fit together. Let a time service set it."
-        for clock in findings.clocks
-        if abs(clock.seconds) - clock.uncertainty > timing.CHECK_CLOCKS
     ]
     sentences += [
         f"the working directory is not shared: {_who_sees(folder)}. Write checkpoints to a folder that is."
@@ -100,12 +92,6 @@ def facts(findings: Findings) -> list[str]:
             f"slowest to compute: {findings.peers[rank]}, a matrix product in "
             f"{_times(findings.compute[rank], findings.compute)}"
         )
-    if findings.clocks:
-        clock = max(findings.clocks, key=lambda clock: abs(clock.seconds))
-        lines.append(
-            f"clocks: {clock.host} differs most from rank 0, by {show_seconds(clock.seconds)} "
-            f"(+- {show_seconds(clock.uncertainty)})"
-        )
     num_ranks, num_nodes = len(findings.peers), findings.peers[0].num_nodes
     whom = f"all {num_ranks} ranks see" if num_ranks > 1 else "rank 0 can write to"
     lines += [f"folder {folder.path}: {whom} it" for folder in findings.folders if folder.is_shared]
@@ -120,7 +106,7 @@ def facts(findings: Findings) -> list[str]:
 
 def as_json(findings: Findings) -> dict[str, Any]:
     wrong_ranks = sorted({rank for ranks in findings.wrong.values() for rank in ranks})
-    parts = ("speeds", "links", "clocks", "folders")
+    parts = ("speeds", "links", "folders")
     return {
         "world_size": len(findings.peers),
         "num_nodes": findings.peers[0].num_nodes,

@@ -1,8 +1,7 @@
-"""What two ranks find out by sending back and forth: how fast their link is, and how far their clocks are apart."""
+"""How fast the links between ranks are: pairs of them send back and forth."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,13 +11,12 @@ import torch.distributed as dist
 from distman._cli.own_job import gather_reports
 from distman._cli.timing import timed
 from distman._coordination.wait_scope import collective
-from distman.collectives import control_device
 from distman.manager import DistributedManager
 
 _MAX_ALL_PAIRS = 16  # ranks up to which every pair is measured
 _MAX_ROUNDS = 31  # as many as all pairs of 32 ranks would take: a few seconds, however large the job
 
-_SMALL_TRIPS, _LARGE_TRIPS, _CLOCK_TRIPS = 20, 8, 10  # of which the fastest counts: a few find a quiet moment
+_SMALL_TRIPS, _LARGE_TRIPS = 20, 8  # of which the fastest counts: a few find a quiet moment
 _SMALL_BYTES, _LARGE_BYTES = 8, 1 << 20
 _TAG = 0x636B  # keeps our messages from meeting those of the program
 
@@ -31,16 +29,6 @@ class Link:
     second: int
     latency: float  # seconds for 8 bytes
     seconds: float  # seconds for 1 MiB
-
-
-@dataclass(frozen=True)
-class ClockOffset:
-    """How far a host's clock is ahead of rank 0's."""
-
-    host: str
-    rank: int  # the one on it that was asked
-    seconds: float  # negative where it is behind
-    uncertainty: float  # how much this may be wrong, in seconds
 
 
 @collective
@@ -61,22 +49,6 @@ def measure_links(manager: DistributedManager) -> list[Link] | None:
                     mine.append((*pair, latency, seconds))
     reports = gather_reports(manager, "links", mine, list[tuple[int, int, float, float]])
     return None if reports is None else [Link(*row) for rows in reports for row in rows]
-
-
-@collective
-def measure_clocks(manager: DistributedManager) -> list[ClockOffset] | None:
-    """Return on rank 0 how far the clock of each host is ahead of its own, asking the host's last rank. Collective."""
-    offsets = []
-    last = {peer.node_rank: rank for rank, peer in enumerate(manager.roll_call)}
-    for rank in (rank for _, rank in sorted(last.items()) if rank != 0):
-        if manager.rank == 0:
-            trips = [_ask(rank, manager) for _ in range(_CLOCK_TRIPS)]
-            seconds, uncertainty = clock_offset(trips)
-            offsets.append(ClockOffset(manager.roll_call[rank].host, rank, seconds, uncertainty))
-        elif manager.rank == rank:
-            for _ in range(_CLOCK_TRIPS):
-                _answer(manager)
-    return offsets if manager.rank == 0 else None
 
 
 def tournament(players: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -114,43 +86,6 @@ def plan_rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
     known = {pair for pairs in ring for pair in pairs}
     matches = [[pair for pair in pairs if pair not in known] for pairs in tournament(leaders)[:_MAX_ROUNDS]]
     return [*ring, *filter(None, matches)]
-
-
-def clock_offset(trips: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return how far another clock is ahead, and how much this may be wrong, from questions and their answers.
-
-    Of each question: when it left by this clock, what the other clock said, and when the answer was here, in seconds.
-    The quickest answer counts: the other clock was read some time between question and answer.
-
-    Source:
-        F. Cristian, Probabilistic clock synchronization, Distributed Computing 3 (1989); RFC 5905 (NTP) in the same
-        way takes the sample of the smallest delay.
-
-    >>> clock_offset([(10.0, 15.25, 10.5), (11.0, 18.0, 15.0)])
-    (5.0, 0.25)
-    """
-    left, theirs, back = min(trips, key=lambda trip: trip[2] - trip[0])
-    return theirs - (left + back) / 2, (back - left) / 2
-
-
-def _ask(rank: int, manager: DistributedManager) -> tuple[float, float, float]:
-    question, answer = _clock_message(manager), _clock_message(manager)
-    left = time.time()
-    dist.send(question, rank, tag=_TAG)
-    dist.recv(answer, rank, tag=_TAG)
-    theirs = answer.item()
-    return left, theirs, time.time()
-
-
-def _answer(manager: DistributedManager) -> None:
-    message = _clock_message(manager)
-    dist.recv(message, 0, tag=_TAG)
-    message.cpu()  # on a GPU it is here only now
-    dist.send(message.fill_(time.time()), 0, tag=_TAG)
-
-
-def _clock_message(manager: DistributedManager) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.float64, device=control_device(manager.resolve_group(None)))
 
 
 def _shortest_trip(pair: tuple[int, int], num_bytes: int, num_trips: int, manager: DistributedManager) -> float:
