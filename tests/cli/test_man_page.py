@@ -41,5 +41,5 @@ def test_the_page_can_be_read(width):
     command = ["mandoc", "-Tascii", "-O", f"width={width}", PAGE]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     plain = subprocess.run(["col", "-bx"], input=shown, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert "--cpus-per-rank C\n" in plain
+    assert "--log-dir DIR\n" in plain
     assert "[script.py [arguments]]" in plain

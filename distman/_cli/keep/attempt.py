@@ -18,7 +18,7 @@ from typing import IO, cast
 from distman._base import timing
 from distman._cli.keep.placement import Placement
 from distman._cli.keep.verdict import Ended, Notes, waits_for_lost_hosts
-from distman._cli.run.rank import ending_with_starter
+from distman._cli.run.job import ending_with_starter
 from distman._cli.signals import is_from_terminal, received
 from distman._coordination.restart_notes import FAILURE, VARIABLE
 

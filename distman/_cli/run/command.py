@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(  # as mpirun and torchrun have it
         "-np", "--nproc-per-node", "--nproc_per_node", dest="ranks", default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
-    parser.add_argument("--cpus-per-rank", type=at_least(1), metavar="C", help="bind each rank to as many CPUs")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="a file for each rank; only rank 0 is shown")
     parser.add_argument("--tee", action="store_true", help="with --log-dir: show all ranks all the same")
     parser.add_argument(
@@ -124,14 +123,13 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if report is not None and (report.is_dir() or report.is_symlink() or not report.absolute().parent.is_dir()):
         error(f"--report must be a file, and no link, in a folder that exists, got {report}")
     try:
-        number = number_of_ranks(arguments.ranks, arguments.cpus_per_rank)
+        number = number_of_ranks(arguments.ranks)
         signals = stop_signals(os.environ)
     except ValueError as problem:
         error(str(problem))
     return Plan(
         command=command,
         num_ranks=number,
-        cpus_per_rank=arguments.cpus_per_rank,
         log_dir=arguments.log_dir,
         shows_all=arguments.log_dir is None or arguments.tee,
         is_quiet=arguments.json,

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import pty
 import selectors
 import signal
 import socket
+import struct
+import subprocess
 import sys
 import tempfile
+import termios
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from fcntl import ioctl
 from pathlib import Path
 from typing import IO
 
 from distman._base import timing
+from distman._base.interpreter import environment, options
 from distman._base.private_files import create_anew
-from distman._base.process_tree import adopt_orphans, end_descendants
+from distman._base.process_tree import adopt_orphans, end_descendants, end_with_parent
 from distman._cli.run.console import Console
 from distman._cli.run.outcome import WANTS_RESTART, Outcome, RankOutcome, last_lines, read_error_file
-from distman._cli.run.placement import cpus_of_ranks, variables_of_ranks
-from distman._cli.run.rank import Rank
+from distman._cli.run.placement import variables_of_ranks
 from distman._cli.signals import heard, is_from_terminal, received
 from distman._coordination.failure.record import SILENT
 from distman._coordination.signal_names import DEFAULT_SIGNALS
 
 _ERRORS = 2  # number of the stream
+_READ_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 14  # of what a rank wrote last to standard error: a traceback has as much
 
 
@@ -35,7 +42,6 @@ class Plan:
     # what the interpreter of each rank is told: a script, or ``-m`` and a module, with its arguments
     command: tuple[str, ...]
     num_ranks: int
-    cpus_per_rank: int | None = None  # None binds none
     log_dir: Path | None = None  # a file for each rank is made there
     shows_all: bool = True  # whether the terminal shows what all ranks write; else it shows rank 0
     is_quiet: bool = False  # whether all that the ranks write is shown on standard error
@@ -94,12 +100,10 @@ class _Job:
 
     def start(self, folder: Path) -> None:
         plan = self._plan
-        environments = variables_of_ranks(os.environ, plan.num_ranks, plan.cpus_per_rank)
-        cpus = cpus_of_ranks(plan.num_ranks, plan.cpus_per_rank) if plan.cpus_per_rank else [[]] * plan.num_ranks
         self._selector.register(self._signals, selectors.EVENT_READ)
-        for number, environ in enumerate(environments):
+        for number, environ in enumerate(variables_of_ranks(os.environ, plan.num_ranks)):
             columns = self._columns() if number < self._num_shown else (None, None)
-            rank = Rank(number, plan.command, environ, folder / f"{number}.json", cpus=cpus[number], columns=columns)
+            rank = Rank(number, plan.command, environ, folder / f"{number}.json", columns)
             self._running.append(rank)
             for descriptor in (rank.end, *rank.outputs):
                 self._selector.register(descriptor, selectors.EVENT_READ, rank)
@@ -193,3 +197,98 @@ class _Job:
     def _send(self, number: int, ranks: Sequence[Rank]) -> None:
         for rank in ranks:
             rank.send(number)
+
+
+class Rank:
+    """A process of the job, which ends with this one, whatever ends that.
+
+    ``end`` is a descriptor that is readable when it has ended; ``outputs`` are those of its standard output and error,
+    terminals of ``columns`` columns or pipes. ``exit_code`` may be minus the number of a signal; ``signals`` are those
+    that its starter has sent.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        error_file: Path,
+        columns: Sequence[int | None],
+    ) -> None:
+        self.rank = rank
+        self.error_file = error_file
+        self.exit_code: int | None = None
+        self.signals: list[int] = []
+        self.outputs: dict[int, int] = {}
+        ends = [_open_terminal(width) if width is not None else os.pipe() for width in columns]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *options(), "-u", *command],
+                env={**environment(environ), "TORCHELASTIC_ERROR_FILE": str(error_file)},
+                stdin=None if rank == 0 else subprocess.DEVNULL,
+                stdout=ends[0][1],
+                stderr=ends[1][1],
+                preexec_fn=ending_with_starter(signal.SIGKILL),
+            )
+        except BaseException:  # Ctrl-C too: the descriptors belong to nobody yet
+            for ours, _ in ends:
+                os.close(ours)
+            raise
+        finally:
+            for _, theirs in ends:
+                os.close(theirs)
+        self.pid = self._process.pid
+        self.end = os.pidfd_open(self.pid)
+        self.outputs = {ours: stream for stream, (ours, _) in enumerate(ends, 1)}
+
+    def read(self, output: int) -> bytes:
+        """Return what it wrote to one of its outputs; nothing once that has ended."""
+        try:
+            return os.read(output, _READ_BYTES)
+        except OSError:  # a terminal that nobody holds any more
+            return b""
+
+    def close(self, output: int) -> None:
+        del self.outputs[output]
+        os.close(output)
+
+    def resize(self, columns: Sequence[int | None]) -> None:
+        for output, stream in self.outputs.items():
+            width = columns[stream - 1]
+            if width is not None and os.isatty(output):
+                _set_width(output, width)
+
+    def reap(self) -> None:
+        self.exit_code = self._process.wait()
+        os.close(self.end)
+
+    def send(self, number: int) -> None:
+        if self.exit_code is None:
+            self.signals.append(number)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.end, number)
+
+
+def ending_with_starter(number: int) -> Callable[[], None]:
+    """Return what a new process calls to get a signal when this one ends, whatever ends it."""
+    starter = os.getpid()
+
+    def prepare() -> None:
+        if not end_with_parent(number, starter):
+            os._exit(1)
+
+    return prepare
+
+
+def _open_terminal(columns: int) -> tuple[int, int]:
+    ours, theirs = pty.openpty()
+    settings = termios.tcgetattr(theirs)
+    settings[1] &= ~termios.OPOST  # lines end as the rank ends them
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    _set_width(ours, columns)
+    return ours, theirs
+
+
+def _set_width(terminal: int, columns: int) -> None:
+    rows = os.get_terminal_size(terminal).lines or 24
+    ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from distman._cli.output import shown_ranks
-from distman._cli.run.placement import cpus_of_ranks, number_of_ranks, variables_of_ranks
+from distman._cli.run.placement import number_of_ranks, variables_of_ranks
 from distman.environments import detect
 
 CPUS = len(os.sched_getaffinity(0))
@@ -15,7 +15,6 @@ def test_a_number_is_as_many():
 
 def test_there_are_as_many_ranks_as_cpus_for_them():
     assert number_of_ranks("cpu") == CPUS
-    assert number_of_ranks("cpu", CPUS) == 1
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "", "1.5", "³"])
@@ -24,24 +23,9 @@ def test_anything_else_is_refused(text):
         number_of_ranks(text)
 
 
-def test_more_cpus_than_there_are_are_refused():
-    with pytest.raises(ValueError, match=f"must leave each of 2 ranks CPUs of its own, got {CPUS} on {CPUS} CPUs"):
-        number_of_ranks("2", CPUS)
-
-
-def test_more_ranks_than_cpus_are_not_bound():
-    with pytest.raises(ValueError, match=f"must leave each of {CPUS + 1} ranks CPUs of its own, got 1 on {CPUS} CPUs"):
-        number_of_ranks(str(CPUS + 1), 1)
-
-
-def test_each_rank_has_cpus_of_its_own():
-    shares = cpus_of_ranks(CPUS, 1)
-    assert sorted(cpu for share in shares for cpu in share) == sorted(os.sched_getaffinity(0))
-
-
 def test_a_rank_is_told_its_place_and_nothing_of_launchers_around_it():
     around = {"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "PMI_RANK": "3", "OMPI_COMM_WORLD_RANK": "2", "HOME": "/h"}
-    environments = variables_of_ranks(around, 3, None)
+    environments = variables_of_ranks(around, 3)
     found = [detect(environ).environment for environ in environments]
     assert [(one.launcher, one.rank, one.world_size, one.local_rank) for one in found] == [
         ("distman-run", rank, 3, rank) for rank in range(3)
@@ -52,12 +36,12 @@ def test_a_rank_is_told_its_place_and_nothing_of_launchers_around_it():
 
 
 def test_a_scheduler_around_it_is_kept():
-    assert variables_of_ranks({"SLURM_JOB_ID": "7"}, 1, None)[0]["SLURM_JOB_ID"] == "7"
+    assert variables_of_ranks({"SLURM_JOB_ID": "7"}, 1)[0]["SLURM_JOB_ID"] == "7"
 
 
 def test_threads_are_a_share_of_the_cpus_unless_told():
-    assert variables_of_ranks({}, 2 * CPUS, None)[0]["OMP_NUM_THREADS"] == "1"
-    assert variables_of_ranks({"OMP_NUM_THREADS": "5"}, 2, None)[0]["OMP_NUM_THREADS"] == "5"
+    assert variables_of_ranks({}, 2 * CPUS)[0]["OMP_NUM_THREADS"] == "1"
+    assert variables_of_ranks({"OMP_NUM_THREADS": "5"}, 2)[0]["OMP_NUM_THREADS"] == "5"
     assert variables_of_ranks({"OMP_NUM_THREADS": "5"}, 1, CPUS)[0]["OMP_NUM_THREADS"] == str(CPUS)
 
 

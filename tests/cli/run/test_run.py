@@ -1,7 +1,6 @@
 """``distman run``, with real ranks."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -321,14 +320,6 @@ def test_restarts_have_an_end(script):
     assert done.stderr.count("failed") == 2
 
 
-def test_ranks_are_bound_to_cpus_of_their_own(script):
-    cpus = sorted(os.sched_getaffinity(0))[:2]
-    path = script("print(*os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])")
-    done = finish("-n", len(cpus), "--cpus-per-rank", 1, path)
-    assert len({line.split()[1] for line in done.stdout.splitlines()}) == len(cpus)
-    assert all(line.endswith(" 1") for line in done.stdout.splitlines())
-
-
 def test_the_report_is_for_programs(script, tmp_path):
     report = tmp_path / "report.json"
     done = finish("-n", 2, "--report", report, script("sys.exit(rank * 3)"))
@@ -359,10 +350,6 @@ def test_several_that_a_launcher_has_started_are_told_once(script, monkeypatch):
         (["-n", "0", __file__], "n must be a number of at least 1"),
         (["--nnodes", "2", __file__], "it starts ranks on this machine only. For several hosts, start the ranks with"),
         (["--nnodes=1:2", "-n", "2", __file__], "it starts ranks on this machine only"),
-        (
-            ["--cpus-per-rank", "4096", "-n", "1", __file__],
-            "--cpus-per-rank must leave each of 1 ranks CPUs of its own",
-        ),
         (
             ["--report", "/nowhere/x.json", __file__],
             "--report must be a file, and no link, in a folder that exists, got /nowhere/x.json",
