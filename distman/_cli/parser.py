@@ -23,7 +23,7 @@ _COMMANDS = {
         "start the job under any launcher; check collectives, network and folders",
     ),
     "bench": ("distman._cli.bench", "measure collectives over message sizes"),
-    "plan": ("distman._cli.plan.command", "draw the groups or the mesh of a job of any size, without its processes"),
+    "plan": ("distman._cli.plan", "draw the groups or the mesh of a job of any size, without its processes"),
     "launch": (
         "distman._cli.launch.command",
         "write the job script for Slurm, PBS, LSF, Flux, an MPI or torchrun, and submit it",

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from distman._cli.output import print_table, print_text
+from distman._cli.output import print_table, print_text, shorten_ranks
 from distman._cli.parser import at_least
-from distman._cli.plan.layout import Layout, lay_out_mesh, lay_out_tree, shorten, where
-from distman.topology import NotationError, Partition, ProcessGroupConfig, parse_mesh, parse_tree
+from distman.topology import (
+    READY_MADE,
+    NotationError,
+    Partition,
+    Plan,
+    ProcessGroupConfig,
+    ProcessGroupNode,
+    check_new_names,
+    mesh_plan,
+    parse_mesh,
+    parse_tree,
+    resolve_mesh_shape,
+    tree_plan,
+)
 
 _MAX_WORLD_SIZE = 10_000_000  # more ranks than any machine has; their groups still fit into memory
-
-
 # Ranks and columns up to which a grid of all ranks is drawn: it has to fit on a screen of 80 columns.
 _MAX_GRID_RANKS = 64
 _MAX_GRID_COLUMNS = 16
+_SHOWN_RUNS = 4  # runs of ranks in a line; a line of a terminal holds no more
 
 
 class _UsageError(ValueError):
@@ -58,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read(arguments: argparse.Namespace) -> Layout:
+def _read(arguments: argparse.Namespace) -> _Layout:
     if arguments.world_size > _MAX_WORLD_SIZE:
         raise _UsageError(f"--world-size must be at most {_MAX_WORLD_SIZE}, got {arguments.world_size}. Lower it.")
     if not 0 <= arguments.rank < arguments.world_size:
@@ -67,11 +80,11 @@ def _read(arguments: argparse.Namespace) -> Layout:
             "Choose a rank of this world."
         )
     if arguments.tree is not None:
-        return lay_out_tree(parse_tree(arguments.tree), arguments.world_size, arguments.ranks_per_node)
-    return lay_out_mesh(parse_mesh(arguments.mesh), arguments.world_size, arguments.ranks_per_node)
+        return _lay_out_tree(parse_tree(arguments.tree), arguments.world_size, arguments.ranks_per_node)
+    return _lay_out_mesh(parse_mesh(arguments.mesh), arguments.world_size, arguments.ranks_per_node)
 
 
-def _as_json(layout: Layout, rank: int) -> dict[str, Any]:
+def _as_json(layout: _Layout, rank: int) -> dict[str, Any]:
     spreads = layout.spreads
     groups = [
         {
@@ -97,7 +110,7 @@ def _as_json(layout: Layout, rank: int) -> dict[str, Any]:
     }
 
 
-def _print(layout: Layout, rank: int) -> None:
+def _print(layout: _Layout, rank: int) -> None:
     print(_draw_tree(layout.config))
     groups = layout.plan.partitions
     if groups:
@@ -113,7 +126,7 @@ def _print(layout: Layout, rank: int) -> None:
         print_table(*grid, title="The ranks:")
     if groups:
         own = {name: each.block_of(rank) for name, each in groups.items()}
-        rows = [[name, ranks.index(rank), *_neighbours(ranks, rank), shorten(ranks)] for name, ranks in own.items()]
+        rows = [[name, ranks.index(rank), *_neighbours(ranks, rank), _shorten(ranks)] for name, ranks in own.items()]
         print()
         print_table(["group", "index", "before", "behind", "ranks"], rows, title=f"Rank {rank} is in:")
     for warning in layout.warnings():
@@ -127,7 +140,7 @@ def _neighbours(ranks: Sequence[int], rank: int) -> tuple[str, str]:
     return before if index else f"({before})", behind if index < last else f"({behind})"
 
 
-def _print_nodes(layout: Layout) -> None:
+def _print_nodes(layout: _Layout) -> None:
     spreads = layout.spreads
     if not spreads:
         return
@@ -138,7 +151,7 @@ def _print_nodes(layout: Layout) -> None:
     for name, spread in spreads.items():
         size = layout.group_size(name)
         what = f"{spread.num_groups} group{'s' * (spread.num_groups > 1)} of {size} rank{'s' * (size > 1)}"
-        print_text(f"{name}: {what}, {where(spread, size)}")
+        print_text(f"{name}: {what}, {_where(spread, size)}")
 
 
 def _draw_tree(config: ProcessGroupConfig) -> str:
@@ -158,8 +171,8 @@ def _draw_tree(config: ProcessGroupConfig) -> str:
 
 def _first_and_last(partition: Partition) -> tuple[str, str, str]:
     """Return the ranks of the first group, the second and the last, as short texts; empty where there are fewer."""
-    first, *second = (shorten(block) for block in itertools.islice(partition.blocks(), 2))
-    last = shorten(partition.block_of(partition.world_size - 1)) if second else ""
+    first, *second = (_shorten(block) for block in itertools.islice(partition.blocks(), 2))
+    last = _shorten(partition.block_of(partition.world_size - 1)) if second else ""
     return first, second[0] if partition.num_blocks > 2 else "", last
 
 
@@ -174,5 +187,104 @@ def _grid_table(axes: dict[str, int], ranks_per_node: int | None) -> tuple[list[
     for first, place in enumerate(itertools.product(*(range(axes[name]) for name in outer))):
         ranks = range(first * length, (first + 1) * length)
         nodes = sorted({rank // ranks_per_node for rank in ranks}) if ranks_per_node else []
-        rows.append([*place, *ranks, *([shorten(nodes)] if nodes else [])])
+        rows.append([*place, *ranks, *([_shorten(nodes)] if nodes else [])])
     return columns, rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spread:
+    """Over how many nodes the groups of a name extend."""
+
+    num_groups: int
+    num_on_one_node: int
+    min_nodes: int  # of a group that extends over fewest
+    max_nodes: int  # of a group that extends over most
+
+    @classmethod
+    def of(cls, partition: Partition, ranks_per_node: int) -> _Spread:
+        counts = Counter(len({rank // ranks_per_node for rank in block}) for block in partition.blocks())
+        return cls(partition.num_blocks, counts[1], min(counts), max(counts))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    world_size: int
+    config: ProcessGroupConfig  # with the sizes of all nodes; the axes of a mesh are the leaves below "world"
+    plan: Plan
+    ranks_per_node: int | None = None  # None where it does not matter
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Lengths of the axes by name; the last one varies fastest with the rank."""
+        return {name: self.group_size(name) for name in self.config.leaf_groups() if name in self.plan.partitions}
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Number of nodes; None where it is not known how many ranks are on each."""
+        return None if self.ranks_per_node is None else -(-self.world_size // self.ranks_per_node)
+
+    def group_size(self, name: str) -> int:
+        return self.world_size // self.plan.partitions[name].num_blocks
+
+    @functools.cached_property
+    def spreads(self) -> dict[str, _Spread]:
+        """Over how many nodes the groups extend, by name; empty where that is not known."""
+        if self.ranks_per_node is None:
+            return {}
+        return {name: _Spread.of(groups, self.ranks_per_node) for name, groups in self.plan.partitions.items()}
+
+    def warnings(self) -> list[str]:
+        """Return what is wrong with the plan although it fits: an innermost axis that crosses nodes."""
+        outer, per_node = {name: size for name, size in self.axes.items() if size > 1}, self.ranks_per_node
+        if per_node is None or len(outer) < 2:
+            return []
+        innermost, size = outer.popitem()
+        if self.spreads[innermost].max_nodes == 1:
+            return []
+        fitting = [name for name, length in outer.items() if per_node % length == 0]
+        if size < per_node:
+            remedy = f"Start a multiple of {size} ranks on each node, or choose a length that divides {per_node}."
+        elif fitting:
+            remedy = f"Put {fitting[-1]!r} last, whose groups fit into a node."
+        else:
+            remedy = f"Choose a length that divides {per_node}, so that the axis with most messages stays within nodes."
+        problem = f"the innermost axis {innermost!r} crosses nodes: its groups have {size} ranks, a node has {per_node}"
+        return [f"{problem}. {remedy}"]
+
+
+def _lay_out_tree(config: ProcessGroupConfig, world_size: int, ranks_per_node: int | None = None) -> _Layout:
+    """Return what ``create_groups_from_config`` makes of a tree, whose inner nodes get their sizes."""
+    plan = tree_plan(config, world_size)
+    check_new_names([config.root.name], READY_MADE)
+    check_new_names(plan.partitions, (*READY_MADE, "world"))
+    if not plan.partitions:
+        config.root.size = world_size
+    config.update_parent_sizes()
+    return _Layout(world_size, config, plan, ranks_per_node)
+
+
+def _lay_out_mesh(axes: dict[str, int], world_size: int, ranks_per_node: int | None = None) -> _Layout:
+    """Return what ``initialize_mesh`` makes of axes, one of which may be -1."""
+    names, shape = tuple(axes), tuple(axes.values())
+    plan = mesh_plan(shape, names, world_size)
+    check_new_names(names, (*READY_MADE, "world"))
+    config = ProcessGroupConfig(ProcessGroupNode("world", world_size))
+    for name, length in zip(names, resolve_mesh_shape(shape, names, world_size), strict=True):
+        config.add_node(ProcessGroupNode(name, length), "world")
+    return _Layout(world_size, config, plan, ranks_per_node)
+
+
+def _shorten(ranks: Sequence[int]) -> str:
+    return shorten_ranks(ranks, most=_SHOWN_RUNS)
+
+
+def _where(spread: _Spread, group_size: int) -> str:
+    """Return a phrase that says whether groups stay on one node."""
+    each = "each " if spread.num_groups > 1 else ""
+    if spread.max_nodes == 1:
+        return f"{each}within one node"
+    nodes = "-".join(map(str, sorted({max(spread.min_nodes, 2), spread.max_nodes})))
+    if spread.num_on_one_node:
+        others = spread.num_groups - spread.num_on_one_node
+        return f"{spread.num_on_one_node} within one node, {others} across {nodes} nodes"
+    return f"{each}across {nodes} nodes" + (", one rank on each" if spread.min_nodes == group_size else "")
