@@ -28,8 +28,6 @@ from distman.compat.nnhandler import (
     Sampler,
     TensorBoardLogger,
     WandbLogger,
-    _create_distributed_loader,
-    _create_rank_cached_dataloader,
     _ddp,
     _names,
     _resolve_device,
@@ -579,22 +577,7 @@ def test_helpers(rank, world_size, tmp_path):
 
 
 @ranks(1, 2)
-def test_loaders(world_size):
-    lines = []
-    arguments = {"batch_size": 2, "num_workers": 0, "batch_sampler": None}
-    loader, sampler = _create_distributed_loader(data(10), arguments, torch.device("cpu"), lines.append)
-    orders = []
-    for epoch in (0, 1, 0):
-        sampler.set_epoch(epoch)
-        orders.append([x.tolist() for x, _ in loader])
-    assert orders[0] == orders[2] != orders[1]
-    assert {len(batch) for batch in orders[0]} == {2}
-    assert len(lines) == 1
-    loader, sampler = _create_distributed_loader(data(5), arguments, torch.device("cpu"), print, is_eval=True)
-    sampler.set_epoch(1)
-    assert aggregate_metrics({"n": sum(len(x) for x, _ in loader)}, 2)["n"] * world_size == 5
-    loader, _ = _create_rank_cached_dataloader(data(8), arguments, torch.device("cpu"), lines.append)
-    assert sum(len(x) for x, _ in loader) * world_size == 8
+def test_a_shard_in_memory():
     handler = make()
     handler.set_train_loader(data(), dataloader_type=DataLoaderType.RANK_CACHED, batch_size=3, num_workers=0)
     handler.train(1)

@@ -26,8 +26,6 @@ from distman.compat.nnhandler._callbacks import (
 )
 from distman.compat.nnhandler._ddp import (
     ParallelExecutor,
-    _create_distributed_loader,
-    _create_rank_cached_dataloader,
     _is_env_distributed,
     _resolve_device,
     _should_use_distributed,
@@ -77,8 +75,6 @@ __all__ = [
     "WandbLogger",
     "__version__",
     "_as_cpu",
-    "_create_distributed_loader",
-    "_create_rank_cached_dataloader",
     "_first_host_from_slurm_nodelist",
     "_initialize_distributed",
     "_is_env_distributed",

@@ -15,9 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
 
-from distman import collectives, data, decorators, executor, metrics
+from distman import collectives, decorators, executor, metrics
 from distman._job.device import resolve_device
 from distman._job.meeting.early_failure import is_started_by_rank
 from distman.environments import should_use_distributed
@@ -275,81 +274,6 @@ def broadcast_data(data: T, src: int = 0) -> T:
     with torch.no_grad():
         data.copy_(received)
     return data
-
-
-def _create_distributed_loader(
-    dataset: Dataset[Any],
-    loader_kwargs: Mapping[str, Any],
-    device: object = None,
-    log_fn: Callable[[str], object] | None = None,
-    is_eval: bool = False,
-) -> tuple[DataLoader[Any], EpochSetter]:
-    """Return a loader of this rank's part of a dataset, and what has the ``set_epoch`` of its sampler.
-
-    Local.
-
-    Args:
-        dataset: The dataset, the same on all ranks.
-        loader_kwargs: Options of the loader; a sampler is left out. In training, ``drop_last`` is True by default.
-        device: Makes no difference.
-        log_fn: Is called with a line on what was made.
-        is_eval: Load for evaluation: each sample once, in order.
-    """
-    options = {name: value for name, value in loader_kwargs.items() if name not in ("sampler", "batch_sampler")}
-    return _create(data.distributed_loader, dataset, {"drop_last": not is_eval, **options}, log_fn, is_eval=is_eval)
-
-
-def _create_rank_cached_dataloader(
-    dataset: Dataset[Any],
-    loader_kwargs: Mapping[str, Any],
-    device: object = None,
-    log_fn: Callable[[str], object] | None = None,
-    is_eval: bool = False,
-) -> tuple[DataLoader[Any], EpochSetter]:
-    """Return a loader of this rank's shard of a dataset, kept in memory, and what has its ``set_epoch``.
-
-    Local. The arguments are those of :func:`_create_distributed_loader`.
-    """
-    return _create(data.rank_cached_loader, dataset, of_cache(loader_kwargs), log_fn, is_eval=is_eval)
-
-
-def of_cache(loader_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a loader of what is in memory has."""
-    return {
-        name: value for name, value in loader_kwargs.items() if name in ("batch_size", "shuffle", "drop_last", "seed")
-    }
-
-
-def _create(
-    make: Callable[..., DataLoader[Any]],
-    dataset: Dataset[Any],
-    options: Mapping[str, Any],
-    log_fn: Callable[[str], object] | None,
-    *,
-    is_eval: bool,
-) -> tuple[DataLoader[Any], EpochSetter]:
-    start()
-    loader = make(dataset, evaluation=is_eval, **options)
-    if log_fn is not None:
-        log_fn(
-            f"loader for {'evaluation' if is_eval else 'training'}: {len(loader)} batches on this rank, {dict(options)}"
-        )
-    return loader, EpochSetter(loader)
-
-
-class EpochSetter:
-    """What is left of a sampler: it sets the epoch of a loader for training."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._set_epoch = loader.set_epoch if isinstance(loader, data.TrainingLoader) else None
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch; the order of an evaluation is the same in all.
-
-        Local.
-        """
-        if self._set_epoch is not None:
-            self._set_epoch(epoch)
 
 
 def make_train_val_indices(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +18,18 @@ from distman._torch_internals import tree_map
 from distman._version import VERSION
 from distman.compat.nnhandler import _checkpoints, _kinds
 from distman.compat.nnhandler._checkpoints import remember, with_suffix
-from distman.compat.nnhandler._ddp import of_cache, start
+from distman.compat.nnhandler._ddp import start
 from distman.compat.nnhandler._events import Bridge, Callback, Logs, Validating
 from distman.compat.nnhandler._kinds import DataLoaderType, ModelType, Sampler, initialize_logger
 from distman.compat.nnhandler._names import REFUSED_METHODS, refuse
 from distman.handler import evaluating
 
 Factory = Callable[..., Any]
+
+
+def _part_of(path: str, doc: str | None = None) -> property:
+    """Return a property of the handler that is an attribute of one of its parts."""
+    return property(operator.attrgetter(path), doc=doc)
 
 
 class NNHandler:
@@ -51,6 +57,19 @@ class NNHandler:
 
     LoggingMode = _kinds.LoggingMode
     ModelType = _kinds.ModelType
+    version = VERSION
+
+    module = _part_of("distman.module", "The bare model.")
+    ema = _part_of("distman.ema_module", "The model with the moving average of the weights; None without one.")
+    optimizer = _part_of("_optimizer", "The optimizer.")
+    scheduler = _part_of("_scheduler", "The scheduler of the learning rate.")
+    train_losses = _train_losses = _part_of("distman.train_losses", "Mean training loss of each epoch.")
+    val_losses = _val_losses = _part_of(
+        "distman.val_losses", "Mean validation loss of each epoch; NaN for epochs without validation."
+    )
+    _rank = _part_of("_manager.rank")
+    _world_size = _part_of("_manager.world_size")
+    _distributed = _part_of("_manager.distributed")
 
     def __init__(
         self,
@@ -121,11 +140,6 @@ class NNHandler:
         return self.module(*args, **kwargs)
 
     @property
-    def version(self) -> str:
-        """The version of distman."""
-        return VERSION
-
-    @property
     def device(self) -> torch.device:
         """The device of this rank."""
         return self._manager.device
@@ -140,41 +154,20 @@ class NNHandler:
     _device = device
 
     @property
-    def _rank(self) -> int:
-        return self._manager.rank
-
-    @property
     def _local_rank(self) -> int:
         return self._manager.local_rank if self._distributed else -1
 
     @property
-    def _world_size(self) -> int:
-        return self._manager.world_size
-
-    @property
-    def _distributed(self) -> bool:
-        return self._manager.distributed
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The bare model."""
-        return self.distman.module
-
-    @property
     def model(self) -> torch.nn.Module:
         """The model as the ranks train it, which waits for them; in evaluation mode the bare one."""
-        return self.distman.model if self.module.training else self.module
+        bare = self.distman.module
+        return self.distman.model if bare.training else bare
 
     _model = model
 
-    @property
-    def ema(self) -> torch.nn.Module | None:
-        """The model with the moving average of the weights; None without one."""
-        return self.distman.ema_module
-
     def count_parameters(self, trainable_only: bool = True) -> int:
         """Return the number of parameters."""
-        return sum(one.numel() for one in self.module.parameters() if one.requires_grad or not trainable_only)
+        return sum(one.numel() for one in self.distman.module.parameters() if one.requires_grad or not trainable_only)
 
     def __str__(self) -> str:
         return self.print()
@@ -224,11 +217,6 @@ class NNHandler:
             torch.manual_seed(seed_value)
         self._seed = seed_value
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer."""
-        return self._optimizer
-
     def set_optimizer(self, optimizer_class: Factory, **optimizer_kwargs: Any) -> None:
         """Set the optimizer; a scheduler is made again for it."""
         remember(optimizer_class)
@@ -236,11 +224,6 @@ class NNHandler:
         self._optimizer, self._optimizer_kwargs = self.distman.optimizer, optimizer_kwargs
         if self._scheduler is not None:
             self.set_scheduler(type(self._scheduler), **self._scheduler_kwargs)
-
-    @property
-    def scheduler(self) -> Any:
-        """The scheduler of the learning rate."""
-        return self._scheduler
 
     def set_scheduler(self, scheduler_class: Factory | None, **scheduler_kwargs: Any) -> None:
         """Set the scheduler, which steps after each epoch; None removes it."""
@@ -431,18 +414,6 @@ class NNHandler:
             if self.overwrite_last_saved and self._last_saved not in (None, path) and self._rank == 0:
                 Path(self._last_saved or path).unlink(missing_ok=True)
             self._last_saved = path
-
-    @property
-    def train_losses(self) -> list[float]:
-        """Mean training loss of each epoch."""
-        return self.distman.train_losses
-
-    @property
-    def val_losses(self) -> list[float]:
-        """Mean validation loss of each epoch; NaN for epochs without validation."""
-        return self.distman.val_losses
-
-    _train_losses, _val_losses = train_losses, val_losses
 
     @property
     def train_metrics_history(self) -> dict[str, list[float]]:
@@ -669,8 +640,10 @@ class NNHandler:
 
 
 def _loader_options(dataloader_type: DataLoaderType, loader_kwargs: dict[str, Any]) -> dict[str, Any]:
-    is_cached = dataloader_type is DataLoaderType.RANK_CACHED
-    return {"cached": True, **of_cache(loader_kwargs)} if is_cached else loader_kwargs
+    if dataloader_type is DataLoaderType.STANDARD:
+        return loader_kwargs
+    of_memory = ("batch_size", "shuffle", "drop_last", "seed")  # the options that a loader of what is there has
+    return {"cached": True, **{name: value for name, value in loader_kwargs.items() if name in of_memory}}
 
 
 def _path_of_plot(path: str | None) -> str:
