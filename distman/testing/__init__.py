@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from distman.testing._environments import fake_environment
-    from distman.testing._faults import delay_rank, kill_rank
+    from distman.testing._faults import kill_rank
     from distman.testing._marks import ranks
 
-__all__ = ["delay_rank", "fake_environment", "kill_rank", "ranks"]
+__all__ = ["fake_environment", "kill_rank", "ranks"]
 
 _HOMES = {
-    "delay_rank": "distman.testing._faults",
     "fake_environment": "distman.testing._environments",
     "kill_rank": "distman.testing._faults",
     "ranks": "distman.testing._marks",

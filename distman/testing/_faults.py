@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal as signals
-import time
 
 
 def kill_rank(rank: int, *, signal: int = signals.SIGKILL) -> None:
@@ -24,29 +23,5 @@ def kill_rank(rank: int, *, signal: int = signals.SIGKILL) -> None:
         ...     with pytest.raises(RuntimeError):
         ...         torch.distributed.barrier()
     """
-    if _is_rank(rank):
+    if os.environ.get("RANK") == str(rank):
         os.kill(os.getpid(), signal)
-
-
-def delay_rank(rank: int, seconds: float) -> None:
-    """Let this process sleep if it is ``rank``; do nothing on the other ranks.
-
-    Local. Blocks on that rank. Every rank may call it; the rank is read from the variable ``RANK``.
-
-    Args:
-        rank: The rank that sleeps.
-        seconds: How long.
-
-    Example:
-        >>> @ranks(2)
-        ... def test_a_barrier_says_who_is_late(rank):
-        ...     delay_rank(1, seconds=2)
-        ...     with pytest.raises(BarrierTimeoutError if rank == 0 else RankFailedError):
-        ...         DistributedManager().barrier(timeout=0.5)
-    """
-    if _is_rank(rank):
-        time.sleep(seconds)
-
-
-def _is_rank(rank: int) -> bool:
-    return os.environ.get("RANK") == str(rank)

@@ -20,7 +20,7 @@ from distman.testing._marks import RanksSpec
 from distman.testing._messages import RankReport, RankStatus, RankTask, SeenWarning
 from distman.testing._plugin import BACKEND, WORLD_SIZE
 from distman.testing._rank_pool import RankPool
-from distman.testing._report import failure
+from distman.testing._report import has_failed, report_failure
 from distman.testing._serialization import pack
 
 
@@ -39,9 +39,8 @@ def run_item(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
         raise pytest.skip.Exception(reports[0].headline, _use_item_location=True)
     if statuses == {RankStatus.XFAILED}:
         raise pytest.xfail.Exception(reports[0].headline)
-    error = failure(reports, spec.dies)
-    if error is not None:
-        raise error
+    if has_failed(reports, spec.dies):
+        raise pytest.fail.Exception(report_failure(reports, spec.dies), pytrace=False)
 
 
 def _task(item: pytest.Function, spec: RanksSpec, arguments: Mapping[str, object]) -> RankTask:

@@ -31,7 +31,7 @@ class RanksSpec:
 def ranks(
     *world_sizes: int, timeout: float = 60.0, manager: bool = True, dies: Sequence[int] = ()
 ) -> Callable[[_Test], _Test]:
-    """Run a pytest test function, or all of a class, on several ranks at once, once for each of the world sizes.
+    """Run a pytest test function on several ranks at once, once for each of the world sizes.
 
     Local. Every run gets resident worker processes on the CPU and a fresh gloo process group as the default
     group. The function may take ``rank`` and ``world_size``, and any fixtures and parametrized arguments:
@@ -50,13 +50,11 @@ def ranks(
             pass.
 
     Returns:
-        A decorator that marks the function and returns the same function; of a coroutine, a function that runs it. Of
-        a class, it marks the methods that are not marked yet; ``rank`` and ``world_size`` go to those whose names begin
-        with "test".
+        A decorator that marks the function and returns the same function; of a coroutine, a function that runs it.
 
     Raises:
-        TypeError: Something other than a function or a class is decorated, or a generator; a world size is not an
-            integer, or the timeout not a number of seconds.
+        TypeError: Something other than a function is decorated, or a generator; a world size is not an integer, or
+            the timeout not a number of seconds.
         ValueError: No world size, one below 1, a rank outside the world, or a timeout that is not positive.
 
     Example:
@@ -70,12 +68,8 @@ def ranks(
     _check(spec)
 
     def mark(test: _Test) -> _Test:
-        if isinstance(test, type):
-            _mark_methods(test, mark)
-            # For methods that another name makes tests, so that they do not run in the pytest process alone.
-            return cast("_Test", pytest.mark.ranks(spec)(test))
         if not isinstance(test, FunctionType):
-            raise TypeError(f"ranks must decorate a test function or a class, got {test!r}.")
+            raise TypeError(f"ranks must decorate a test function, got {test!r}. Decorate each method of a class.")
         function = _runnable(test)
         return cast("_Test", pytest.mark.ranks(_hide_parameters(function, spec))(function))
 
@@ -99,32 +93,6 @@ def _runnable(function: FunctionType) -> FunctionType:
         return asyncio.run(coroutine(*args, **kwargs))
 
     return cast("FunctionType", run)
-
-
-def _mark_methods(cls: type, mark: Callable[[Any], Any]) -> None:
-    for name in dir(cls):
-        found = inspect.getattr_static(cls, name)
-        if isinstance(found, type) and name.startswith("Test"):
-            _mark_methods(found, mark)
-        method = found.__func__ if isinstance(found, staticmethod | classmethod) else found
-        if isinstance(method, FunctionType) and name.startswith("test") and not _is_marked(method):
-            marked = mark(method if name in vars(cls) else _own(method))
-            setattr(cls, name, marked if found is method else type(found)(marked))
-
-
-def _is_marked(method: FunctionType) -> bool:
-    return any(one.name == "ranks" for one in getattr(method, "pytestmark", []))
-
-
-def _own(method: FunctionType) -> FunctionType:
-    """Return a function that calls an inherited method, which the base class keeps as it is."""
-
-    @functools.wraps(method)
-    def call(*args: object, **kwargs: object) -> object:
-        __tracebackhide__ = True
-        return method(*args, **kwargs)
-
-    return cast("FunctionType", call)
 
 
 def _check(spec: RanksSpec) -> None:

@@ -77,7 +77,6 @@ class RankReport:
     headline: str = ""  # the error, the signal, the exit code, or the reason of a skip, in one line
     detail: str = ""  # the traceback or the stacks
     warnings: tuple[SeenWarning, ...] = ()
-    types: tuple[str, ...] = ()  # of what it raised, the most special one first, as ``module:name``
     stdout: str = ""
     stderr: str = ""
     ended_at: float = field(default_factory=time.monotonic)  # comparable between the processes of one machine

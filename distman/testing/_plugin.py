@@ -66,17 +66,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _spec_of(node: pytest.Item | pytest.Collector) -> RanksSpec | None:
-    mark = node.get_closest_marker("ranks")
-    if mark is None:
+    marks = list(node.iter_markers("ranks"))
+    if not marks:
         return None
     from distman.testing._marks import RanksSpec
 
-    own = [one for one in node.own_markers if one.name == "ranks"] or [mark]
-    if len(own) != 1 or len(mark.args) != 1 or not isinstance(mark.args[0], RanksSpec):
+    spec, *others = [one for mark in marks for one in mark.args or [None]]
+    if others or not isinstance(spec, RanksSpec):
         raise pytest.UsageError(
-            f"{node.nodeid}: the mark 'ranks' must be set once, by @distman.testing.ranks(2, 4), got {own}."
+            f"{node.nodeid}: the mark 'ranks' must be set once, by @distman.testing.ranks(2, 4), got {marks}."
         )
-    return mark.args[0]
+    return spec
 
 
 def _pool_of(config: pytest.Config) -> RankPool:

@@ -160,8 +160,7 @@ def _describe(task: RankTask, error: BaseException | None, seen: list[warnings.W
     if isinstance(error, pytest.xfail.Exception):
         return report(RankStatus.XFAILED, str(error.msg))
     headline, detail = describe_error(error, task.traceback_style, shows_locals=task.shows_locals)
-    types = tuple(f"{one.__module__}:{one.__qualname__}" for one in type(error).__mro__)
-    return report(RankStatus.RAISED, headline, detail, types=types)
+    return report(RankStatus.RAISED, headline, detail)
 
 
 def _warning(message: warnings.WarningMessage) -> SeenWarning:

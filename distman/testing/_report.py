@@ -1,14 +1,10 @@
-"""The reports of all ranks as one text, and as the exception that pytest sees."""
+"""The reports of all ranks as one text."""
 
 from __future__ import annotations
 
 import linecache
 import re
-import sys
 from collections.abc import Collection, Sequence
-from typing import Any
-
-import pytest
 
 from distman._base.text import printable, printable_lines
 from distman.testing._messages import RankReport, RankStatus
@@ -26,19 +22,6 @@ _OWN_FILE = "distman/testing/_rank_loop.py"
 _IDLE = re.compile(r"distman/_coordination/timeouts\.py.* in _do_next$")  # a thread that waits for work of the package
 
 
-def failure(reports: Sequence[RankReport], dies: Sequence[int]) -> BaseException | None:
-    """Return an exception that pytest shows as the report, and that a mark like ``xfail(raises=...)`` knows.
-
-    It is of the most special type of which all errors are that no other rank caused. None if the test has not failed.
-    """
-    if not _failed(reports, dies):
-        return None
-    causes = _causes(reports, dies, _echoes(reports, dies))
-    types = [one for one in causes[0].types if all(one in cause.types for cause in causes)] if causes else []
-    known = next(filter(None, map(_find, types)), None)
-    return _type_of_failure(known)(report_failure(reports, dies))  # type: ignore[arg-type] # hashable
-
-
 def report_failure(reports: Sequence[RankReport], dies: Sequence[int]) -> str:
     """Return every rank's report as text: the first real error's headline, a table, then the tracebacks."""
     echoes = _echoes(reports, dies)
@@ -46,7 +29,7 @@ def report_failure(reports: Sequence[RankReport], dies: Sequence[int]) -> str:
     def importance(report: RankReport) -> tuple[bool, bool, int, float]:
         """Sort failures before the rest, causes before what followed, the earlier ones first."""
         follows = report.rank in echoes or report.status is RankStatus.STOPPED
-        return not _failed([report], dies), follows, _KINDS.index(report.status), report.ended_at
+        return not has_failed([report], dies), follows, _KINDS.index(report.status), report.ended_at
 
     ordered = sorted(reports, key=importance)
     lines_of = {report.rank: _line(report, dies, is_echo=report.rank in echoes) for report in reports}
@@ -57,7 +40,7 @@ def report_failure(reports: Sequence[RankReport], dies: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def _failed(reports: Sequence[RankReport], dies: Sequence[int]) -> bool:
+def has_failed(reports: Sequence[RankReport], dies: Sequence[int]) -> bool:
     """Return whether a rank neither passed nor died as expected."""
     return any(
         report.status is not (RankStatus.DIED if report.rank in dies else RankStatus.PASSED) for report in reports
@@ -74,7 +57,7 @@ def _causes(reports: Sequence[RankReport], dies: Sequence[int], echoes: Collecti
     return [
         report
         for report in reports
-        if _failed([report], dies) and report.status is not RankStatus.STOPPED and report.rank not in echoes
+        if has_failed([report], dies) and report.status is not RankStatus.STOPPED and report.rank not in echoes
     ]
 
 
@@ -115,33 +98,6 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 def _last_output(report: RankReport) -> str:
     lines = report.stderr.strip().splitlines()[-_LAST_LINES:]
     return "\n".join(["It last wrote to standard error:", *lines]) if lines else ""
-
-
-def _find(name: str) -> type[Exception] | None:
-    """Return the type ``module:name``; None if this process does not know it, or if it has a meaning to pytest."""
-    module, _, path = name.partition(":")
-    found: object = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and issubclass(found, Exception) else None
-
-
-def _type_of_failure(known: type[Exception] | None) -> type[BaseException]:
-    """Return the type of a failure."""
-    # The name is what pytest shows. The constructors of the bases may want other arguments.
-    members = {"__module__": "builtins", "__init__": _set_report, "__str__": lambda self: self.msg}
-    if known is not None:
-        try:
-            return type("Failed", (pytest.fail.Exception, known), members)
-        except TypeError:  # some types cannot be combined with others
-            pass
-    return type("Failed", (pytest.fail.Exception,), members)
-
-
-def _set_report(self: Any, report: str) -> None:
-    self.args = (report,)
-    self.msg = report
-    self.pytrace = False
 
 
 def readable_stacks(dump: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distman.testing import delay_rank, kill_rank, ranks
+from distman.testing import kill_rank, ranks
 
 SCALE = 3
 
@@ -186,14 +186,6 @@ def test_survivors_see_the_death():
 def test_leaving_the_interpreter_is_a_death(rank):
     if rank == 2:
         os._exit(0)
-
-
-@ranks(2)
-def test_a_rank_can_be_delayed(rank, tmp_path):
-    delay_rank(1, 0.2)
-    if rank == 1:
-        assert (tmp_path / "0").exists()
-    (tmp_path / str(rank)).touch()
 
 
 @ranks(2)
