@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 from distman._base import timing
 from distman._base.private_files import create_anew
 from distman._base.text import printable
 from distman._cli.parser import at_least
 from distman._cli.run.function import program_of_rank
-from distman._cli.run.job import Plan, open_logs, run_job
-from distman._cli.run.outcome import Outcome
+from distman._cli.run.job import Plan, run_job
 from distman._cli.run.placement import number_of_ranks
 from distman._coordination.signal_names import stop_signals
 from distman.environments import detect
@@ -44,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"from SIGTERM to SIGKILL, for ranks that save (default: {timing.RUN_GRACE:g})",
     )
-    parser.add_argument("--restarts", type=at_least(0), default=0, metavar="K", help="start all again after a failure")
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write how the ranks ended, as JSON, and do not print it"
     )
@@ -63,17 +59,19 @@ def run(arguments: argparse.Namespace) -> int:
     plan = _plan(arguments)
     _warn_of_others()
     try:
-        with open_logs(plan) as logs:
-            outcome = _run(plan, logs, arguments)
+        outcome = run_job(plan)
     except BrokenPipeError:
         raise  # the reader has what it wants
     except OSError as error:
         return _complain(f"starting the ranks failed: {str(error).rstrip('.')}. None is left.")
     if arguments.json:
         print(outcome.to_json())
+    elif outcome.exit_code and arguments.report is None:
+        print(outcome.report(), file=sys.stderr, flush=True)
     try:
         if arguments.report is not None:
-            _write(arguments.report, outcome.to_json())
+            with os.fdopen(create_anew(arguments.report), "w", encoding="utf-8") as file:
+                file.write(outcome.to_json())
     except OSError as error:
         return max(outcome.exit_code, _complain(f"writing the report failed: {str(error).rstrip('.')}."))
     return outcome.exit_code
@@ -90,23 +88,6 @@ def _warn_of_others() -> None:
             f"{around.launcher} has started {around.world_size} of these, and each starts a job of its own. Start one, "
             "or let the launcher start python itself."
         )
-
-
-def _run(plan: Plan, logs: Sequence[IO[bytes]], arguments: argparse.Namespace) -> Outcome:
-    for restart in range(arguments.restarts + 1):
-        outcome = run_job(plan, logs)
-        if outcome.exit_code and arguments.report is None and not arguments.json:
-            print(outcome.report(), file=sys.stderr, flush=True)
-        if not outcome.exit_code or outcome.interruption is not None:
-            break
-        if restart < arguments.restarts:
-            print(f"distman run: restart {restart + 1} of {arguments.restarts}", file=sys.stderr, flush=True)
-    return outcome
-
-
-def _write(report: Path, text: str) -> None:
-    with os.fdopen(create_anew(report), "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def _complain(sentence: str) -> int:

@@ -49,14 +49,14 @@ class Plan:
     stop_signals: tuple[int, ...] = DEFAULT_SIGNALS  # what asks them
 
 
-def run_job(plan: Plan, logs: Sequence[IO[bytes]] = ()) -> Outcome:
+def run_job(plan: Plan) -> Outcome:
     """Start the ranks, show what they write, and return when all have ended, with what they started.
 
     Where one cannot be started, or a file cannot be written, that is an OSError, and none is left.
     """
     adopt_orphans()
     folder = tempfile.TemporaryDirectory(prefix="distman-run-", ignore_cleanup_errors=True)
-    with folder as name, heard(plan.stop_signals) as signals:
+    with _open_logs(plan) as logs, folder as name, heard(plan.stop_signals) as signals:
         job = _Job(plan, logs, signals)
         try:
             job.start(Path(name))
@@ -69,7 +69,7 @@ def run_job(plan: Plan, logs: Sequence[IO[bytes]] = ()) -> Outcome:
 
 
 @contextmanager
-def open_logs(plan: Plan) -> Iterator[list[IO[bytes]]]:
+def _open_logs(plan: Plan) -> Iterator[list[IO[bytes]]]:
     """Make a new file for what each rank writes, which only this user can read; none without a folder for them."""
     files: list[Path] = []
     if plan.log_dir is not None:
@@ -119,9 +119,6 @@ class _Job:
                 self._take_steps()
             while self._attend(0.0):  # what they have written last
                 pass
-            for key in list(self._selector.get_map().values()):  # a process that outlives its rank holds these
-                if key.data is not None:
-                    key.data.close(key.fd)
         for console in self._consoles.values():
             console.close()
         ends = [dataclasses.replace(one, last_lines=last_lines(self._errors.get(one.rank, b""))) for one in self._ended]

@@ -269,24 +269,6 @@ def test_all_ranks_are_shown_beside_their_files_on_request(script, tmp_path):
     assert sorted(done.stdout.splitlines()) == ["0: 0", "1: 1"]
 
 
-def test_ranks_are_started_again_after_a_failure(script, tmp_path):
-    counter = tmp_path / "starts"
-    text = f"""
-    if rank == 1:
-        with open({str(counter)!r}, "a") as file:
-            file.write("x")
-        sys.exit(len(open({str(counter)!r}).read()) < 3)
-    """
-    logs = tmp_path / "logs"
-    done = finish("-n", 2, "--restarts", 5, "--log-dir", logs, script(text + "\n    print('start')"))
-    assert done.returncode == 0
-    assert [line for line in done.stderr.splitlines() if "restart" in line] == [
-        "distman run: restart 1 of 5",
-        "distman run: restart 2 of 5",
-    ]
-    assert (logs / "rank-0.log").read_text() == "start\n" * 3
-
-
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM])
 def test_ranks_may_save_and_ask_to_be_started_again(number, script, started, monkeypatch):
     monkeypatch.setenv("DISTMAN_STOP_SIGNALS", "TERM,USR1,USR2,HUP,ALRM")
@@ -300,24 +282,6 @@ def test_ranks_may_save_and_ask_to_be_started_again(number, script, started, mon
     process.send_signal(number)
     assert process.communicate(timeout=LIMIT)[1].endswith("ask to be started again (exit code 75).\n")
     assert process.returncode == 75
-
-
-def test_restarts_close_what_a_rank_has_left_open(script):
-    text = """
-    import subprocess
-    subprocess.Popen(["sleep", "1000"], start_new_session=True)  # holds this rank's standard output
-    print(len(os.listdir(f"/proc/{os.getppid()}/fd")))
-    sys.exit(1)
-    """
-    done = finish("-n", 1, "--restarts", 3, script(text))
-    assert len(done.stdout.split()) == 4
-    assert len(set(done.stdout.split())) == 1
-
-
-def test_restarts_have_an_end(script):
-    done = finish("-n", 2, "--restarts", 1, script("sys.exit(4)"))
-    assert done.returncode == 4
-    assert done.stderr.count("failed") == 2
 
 
 def test_the_report_is_for_programs(script, tmp_path):
