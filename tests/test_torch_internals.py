@@ -12,8 +12,6 @@ HOME = PACKAGE / "_torch_internals.py"
 
 # Private names of others than torch that the package touches: of the standard library, and of pytest.
 NOT_OF_TORCH = {
-    "_actions",
-    "_SubParsersAction",
     "_accept",
     "_bootstrap",
     "_shutdown",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from distman._version import VERSION
@@ -28,7 +28,6 @@ _COMMANDS = {
         "distman._cli.launch.command",
         "write the job script for Slurm, PBS, LSF, Flux, an MPI or torchrun, and submit it",
     ),
-    "completion": ("distman._cli.completion", "print what lets a shell complete this command"),
 }
 
 
@@ -85,11 +84,3 @@ def make_parser() -> argparse.ArgumentParser:
     more.add_argument("command", nargs="?", choices=[*_COMMANDS], metavar="COMMAND", help=", ".join(_COMMANDS))
     more.set_defaults(run=lambda arguments: make_parser().parse_args([*filter(None, [arguments.command]), "--help"]))
     return parser
-
-
-def commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, CommandParser]]:
-    """Yield each command with its summary and its parser, which knows its options."""
-    (subparsers,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
-    for name, (_, summary) in _COMMANDS.items():
-        subparsers.choices[name].load()
-        yield name, summary, subparsers.choices[name]

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from distman._cli.parser import DESCRIPTION, commands, make_parser
+from distman._cli.parser import _COMMANDS, DESCRIPTION, CommandParser, make_parser
 from distman._version import VERSION
 
 _WIDTH = 60
@@ -15,7 +15,7 @@ _WIDTH = 60
 
 _DESCRIPTION = (
     "distman is a package of Python for PyTorch jobs of many processes, and this command.",
-    "`distman help COMMAND` shows what is here about one command, and `distman completion` lets a shell complete them.",
+    "`distman help COMMAND` shows what is here about one command.",
     "With --json, a command prints one JSON object on standard output; complaints are on standard error all the same.",
 )
 
@@ -31,9 +31,17 @@ _MORE = (
 )
 _VARIABLES = {
     "COLUMNS": "The width that lines are folded to; that of the terminal, if it is not set.",
-    "NO_COLOR": "Without colours and lines of tables, if it is set.",
+    "NO_COLOR": "Without colours, if it is set.",
     "DISTMAN_DEBUG": "Show tracebacks in full, with the lines of torch and distman, if it is 1.",
 }
+
+
+def commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, CommandParser]]:
+    """Yield each command with its summary and its parser, which knows its options."""
+    (subparsers,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    for name, (_, summary) in _COMMANDS.items():
+        subparsers.choices[name].load()
+        yield name, summary, subparsers.choices[name]
 
 
 def options(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.Action, str]]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from distman._cli.parser import commands, make_parser
+from distman._cli.parser import make_parser
 
-from .man_page import man_page, options
+from .man_page import commands, man_page, options
 
 PAGE = Path(__file__).parents[2] / "docs" / "distman.1"
 

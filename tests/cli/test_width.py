@@ -9,7 +9,7 @@ from distman._cli import main
 from distman._cli.output import print_text
 from distman._cli.parser import make_parser
 
-COMMANDS = ["run", "env", "check", "bench", "plan", "launch", "completion"]
+COMMANDS = ["run", "env", "check", "bench", "plan", "launch"]
 
 
 def printed(*arguments):
