@@ -18,7 +18,7 @@ import torch
 
 from distman._base.arguments import check_seconds
 from distman._job.device import resolve_device
-from distman.executor._device_pool import DevicePool
+from distman.executor._pool import DevicePool
 from distman.executor._task_loop import Task
 
 P = ParamSpec("P")

@@ -28,7 +28,7 @@ from distman._job.meeting.membership import _Verdict
 from distman._job.meeting.peers import complete, describe_present, find_faults
 from distman.collectives._headers import describe
 from distman.errors import DistmanError
-from distman.executor._device_worker import DeviceWorker
+from distman.executor._pool import DeviceWorker
 from distman.testing._messages import RankReport, RankStatus
 from distman.testing._report import report_failure
 
