@@ -13,14 +13,12 @@ from distman._base.public_names import error_of_missing
 from distman._job.device import pick_device as _pick_device
 from distman._version import VERSION as __version__  # noqa: N811 - its name everywhere
 from distman.compat.nnhandler._callbacks import (
-    CudaGarbageCollector,
     EarlyStopping,
     EpochTimer,
     LearningRateMonitor,
     ModelCheckpoint,
     ParameterNormMonitor,
     ParamScheduler,
-    SimpleGarbageCollector,
     TensorBoardLogger,
     WandbLogger,
 )
@@ -57,7 +55,6 @@ from distman.executor import as_cpu as _as_cpu
 
 __all__ = [
     "Callback",
-    "CudaGarbageCollector",
     "DataLoaderType",
     "EarlyStopping",
     "EpochTimer",
@@ -70,7 +67,6 @@ __all__ = [
     "ParamScheduler",
     "ParameterNormMonitor",
     "Sampler",
-    "SimpleGarbageCollector",
     "TensorBoardLogger",
     "WandbLogger",
     "__version__",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import warnings
 from typing import Any
@@ -189,33 +188,6 @@ class ParamScheduler(Callback):
         setattr(self.handler.module, self.parameter_name, value)
         if self.verbose:
             self.handler.log(f"epoch {epoch + 1}: {self.parameter_name} is {value:.6g}")
-
-
-class SimpleGarbageCollector(Callback):
-    """Collects Python's garbage after every so many epochs.
-
-    Args:
-        collect_freq_epoch: Number of epochs between two collections.
-        verbose: Makes no difference.
-    """
-
-    def __init__(self, collect_freq_epoch: int = 1, verbose: bool = False) -> None:
-        self.collect_freq_epoch, self.verbose = collect_freq_epoch, verbose
-
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        if (epoch + 1) % self.collect_freq_epoch == 0:
-            self._collect()
-
-    def _collect(self) -> None:
-        gc.collect()
-
-
-class CudaGarbageCollector(SimpleGarbageCollector):
-    """Collects Python's garbage and gives unused memory of the GPU back after every so many epochs."""
-
-    def _collect(self) -> None:
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 class _Logger(Callback):

@@ -21,6 +21,8 @@ _NAMES_BY_REMEDY = {
         _create_distributed_loader _create_rank_cached_dataloader""",
     "Leave it out: each worker of a loader opens the file of a distman.data.Hdf5Dataset itself.": "h5_worker_init_fn",
     "Leave it out: the loaders of distman.data shuffle in each epoch.": "EpochShuffleSampler",
+    "Leave it out: Python collects its garbage by itself, and torch uses a GPU's free memory again.": """
+        SimpleGarbageCollector CudaGarbageCollector""",
     "Call getattr(distman.compat.nnhandler, name).": "str_to_callback",
     _COPY: "Scaler",
     f"{_COPY} ParamScheduler takes anything with get_value(epoch).": """
