@@ -11,7 +11,7 @@ import pytest
 from distman._base import timing
 from distman._workers.server_process import spawn_server
 from distman._workers.worker_process import WorkerProcess
-from distman.testing import _test_run
+from distman.testing import _rank_pool
 from distman.testing._rank_pool import RankProcess
 
 BUSY = """
@@ -181,7 +181,7 @@ def test_a_rank_that_its_server_does_not_end_is_killed(server, monkeypatch):
     (fork_server,) = children(server.supervisor.pid)
     os.kill(fork_server, signal.SIGSTOP)
     try:
-        _test_run.TestRun([worker], 60, []).abandon()
+        _rank_pool.TestRun([worker], 60, []).abandon()
         wait_until(lambda: not Path(f"/proc/{worker.pid}/cmdline").read_bytes(), 5)  # it has no memory any more
     finally:
         os.kill(fork_server, signal.SIGCONT)
