@@ -12,8 +12,7 @@ from distman._base.private_files import create_anew
 from distman._base.text import printable
 from distman._cli.parser import at_least
 from distman._cli.run.function import program_of_rank
-from distman._cli.run.job import Plan, run_job
-from distman._cli.run.placement import number_of_ranks
+from distman._cli.run.job import Plan, number_of_ranks, run_job
 from distman._coordination.signal_names import stop_signals
 from distman.environments import detect
 from distman.errors import DistmanError

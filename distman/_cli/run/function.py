@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from distman._base.interpreter import environment, options, program
 from distman._cli.output import shown_ranks
+from distman._cli.run.job import number_of_ranks
 from distman._cli.run.outcome import OF_A_SHELL
-from distman._cli.run.placement import number_of_ranks
 from distman._workers.pickling import ModulePickler
 from distman.errors import DistmanError, RankFailedError
 

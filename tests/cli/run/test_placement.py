@@ -3,7 +3,7 @@ import os
 import pytest
 
 from distman._cli.output import shown_ranks
-from distman._cli.run.placement import number_of_ranks, variables_of_ranks
+from distman._cli.run.job import number_of_ranks, variables_of_ranks
 from distman.environments import detect
 
 CPUS = len(os.sched_getaffinity(0))
