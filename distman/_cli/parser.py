@@ -24,10 +24,7 @@ _COMMANDS = {
     ),
     "bench": ("distman._cli.bench", "measure collectives over message sizes"),
     "plan": ("distman._cli.plan", "draw the groups or the mesh of a job of any size, without its processes"),
-    "launch": (
-        "distman._cli.launch.command",
-        "write the job script for Slurm, PBS, LSF, Flux, an MPI or torchrun, and submit it",
-    ),
+    "launch": ("distman._cli.launch.command", "write the job script for Slurm, PBS, LSF, Flux, an MPI or torchrun"),
 }
 
 

@@ -25,10 +25,7 @@ _EXIT_CODES = {
     "2": "The command line is wrong.",
     "130": "Ctrl-C.",
 }
-_MORE = (
-    "distman run ends with the code of the rank that failed first, distman keep with that of its last try, "
-    "distman launch --submit with the scheduler's."
-)
+_MORE = "distman run ends with the code of the rank that failed first, and distman keep with that of its last try."
 _VARIABLES = {
     "COLUMNS": "The width that lines are folded to; that of the terminal, if it is not set.",
     "NO_COLOR": "Without colours, if it is set.",

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from distman._cli import main
-from distman._cli.launch.command import job_id_in
 from distman._cli.launch.job_script import BACKENDS, JobRequest, read_time, render
 from distman._job.meeting.meeting import find_meeting
 from distman._job.meeting.secret import Source, find_protection
@@ -171,13 +170,6 @@ def test_the_line_that_submits_a_script_is_one_line_with_the_name_of_the_file(ca
     assert len(said.stdout.splitlines()) == len(job_script("torchrun").splitlines())
 
 
-@pytest.mark.parametrize("name", ["-x.sh", "it's.sh"])
-def test_a_script_is_submitted_by_its_name_whatever_that_is(capfd, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    assert main(["launch", "--backend=torchrun", f"--output={name}", "--submit", "missing.py"]) != 0
-    assert "invalid option" not in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("backend", "launcher", "options"),
     [
@@ -329,7 +321,7 @@ def test_json_tells_script_and_command(capsys, tmp_path):
     answer = json.loads(printed)
     assert code == 0
     assert answer.pop("script") == file.read_text()
-    assert answer == {"backend": "lsf", "file": str(file), "submit": f"bsub < '{file}'", "job_id": None}
+    assert answer == {"backend": "lsf", "file": str(file), "submit": f"bsub < '{file}'"}
 
 
 def test_a_file_that_is_there_stays(capsys, tmp_path):
@@ -368,14 +360,6 @@ def test_a_folder_that_is_missing_is_one_line(capsys, tmp_path):
         (["--spare-nodes=1", "--backend=pbs"], "--spare-nodes and --restarts must be used with --backend slurm "),
         (["--restarts=3", "--with-torchrun"], "--spare-nodes and --restarts must be used with --backend slurm "),
         (["--with-torchrun", "--backend=pbs"], "--with-torchrun must be used with --backend slurm, got pbs. "),
-        (
-            ["--backend=torchrun", "--nodes=2", "--submit"],
-            "--submit must be used with one node for torchrun, got 2 nodes. ",
-        ),
-        (
-            ["--backend=openmpi", "--submit", "--json"],
-            "--json must not be combined with --submit for openmpi, got both. ",
-        ),
         (["--", "python", "a.py"], "the program must begin with a script, or with -m and a module, got 'python'. "),
         (["--", "/usr/bin/python3.11", "a.py"], "the program must begin with a script, or with -m and a module, "),
         (["--", "-u", "a.py"], "the program must begin with a script, or with -m and a module, got '-u'. "),
@@ -397,51 +381,6 @@ def test_numbers_without_meaning_are_refused(capsys, option):
     name, _, value = option.partition("=")
     assert f"argument {name}: it must be a whole number of at least" in complaint
     assert complaint.endswith(f"got {value!r}\n")
-
-
-@pytest.mark.parametrize(
-    ("backend", "line"),
-    [("slurm", "sbatch"), ("pbs", "qsub"), ("lsf", "bsub <"), ("flux", "flux batch")],
-)
-def test_a_scheduler_that_is_not_here_is_told_with_the_command(capsys, tmp_path, monkeypatch, backend, line):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    code, printed, complaint = launch(capsys, f"--backend={backend}", "--submit", "--job-name=deep")
-    assert (code, printed) == (1, "")
-    name = line.split()[0]
-    assert complaint == (
-        f"distman launch: {name} must be installed to submit a job, got no such program. Run this where it is, such as "
-        f"on a login node: {line} deep.sh\n"
-    )
-    assert (tmp_path / "deep.sh").is_file()
-
-
-def test_submit_runs_a_script_of_torchrun_here_and_returns_its_exit_code(tmp_path):
-    text = r"import os, sys; os.write(1, b'rank %s\n' % os.environb[b'RANK']); sys.exit(0)"
-    (tmp_path / "leave.py").write_text(text)
-    options = ["--backend=torchrun", "--gpus-per-node=0", "--tasks-per-node=2", "--submit"]
-    command = [sys.executable, "-m", "distman", "launch", *options, "--", "leave.py"]
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    environ["PYTHONPATH"] = str(LAUNCHERS.parent)
-    finished = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (finished.returncode, sorted(finished.stdout.splitlines())) == (0, ["rank 0", "rank 1"])
-
-
-@pytest.mark.parametrize(
-    ("backend", "answer", "job_id"),
-    [
-        ("slurm", "Submitted batch job 42\n", "42"),
-        ("slurm", "Submitted batch job 42 on cluster big\n", "42"),
-        ("lsf", "Job <42> is submitted to queue <normal>.\n", "42"),
-        ("pbs", "42.server\n", "42.server"),
-        ("flux", "ƒ2ab3\n", "ƒ2ab3"),
-        ("slurm", "no idea\n", None),
-    ],
-)
-def test_the_id_of_the_job_is_found_in_the_answer(backend, answer, job_id):
-    assert job_id_in(backend, answer) == job_id
 
 
 def test_it_imports_neither_torch_nor_numpy():
@@ -479,14 +418,3 @@ def test_arguments_of_the_script_need_no_dashes_before_them(arguments, capsys):
 def test_a_module_has_its_arguments(capsys):
     assert main(["launch", "--backend", "slurm", "-m", "package.train", "--epochs", "3"]) == 0
     assert "python -m package.train --epochs 3" in capsys.readouterr().out
-
-
-def test_a_submission_that_failed_leaves_no_file(tmp_path, monkeypatch):
-    scheduler = tmp_path / "sbatch"
-    scheduler.write_text("#!/bin/sh\necho no such partition >&2\nexit 3\n")
-    scheduler.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        assert main(["launch", "--backend", "slurm", "--submit", "train.py"]) == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["sbatch"]

@@ -97,7 +97,7 @@ def test_closed_streams_are_no_error(closed):
         (["env"], {"launcher", "rank", "protected_by", "warnings"}),
         (["check"], {"world_size", "ranks", "collectives", "problems", "is_ok"}),
         (["plan", "--world-size", "4", "--mesh", "data=-1"], {"tree", "groups", "warnings"}),
-        (["launch", "--backend", "slurm"], {"backend", "file", "submit", "job_id", "script"}),
+        (["launch", "--backend", "slurm"], {"backend", "file", "submit", "script"}),
         (["run", "-n", "2"], {"exit_code", "failure", "ranks"}),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

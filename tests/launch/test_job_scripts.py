@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -203,23 +202,9 @@ def test_gpus_of_a_type_do_not_change_the_number_of_processes(cluster, tmp_path)
     assert finished.lines == ["a100:3 3"] * 3
 
 
-def test_submit_hands_every_argument_on(cluster, tmp_path):
+def test_every_argument_arrives(cluster, tmp_path):
     (tmp_path / "say.py").write_text(SAY_ARGUMENTS)
-    options = ["--backend=slurm", "--gpus-per-node=0", "--tasks-per-node=2", "--cpus-per-task=1", "--submit", "--json"]
-    command = [sys.executable, "-m", "distman", "launch", *options, "--", "say.py", *ARGUMENTS]
-    # The job outlives the temporary folder of its submission.
-    environment = {**cluster.environment, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path)}
-    submitted = cluster.hosts.run(command, env=environment, cwd=tmp_path, timeout=LIMIT)
-    answer = json.loads(submitted.stdout)
-    assert cluster.wait_for_end(answer["job_id"]) == "COMPLETED"
-    said = (tmp_path / f"train-{answer['job_id']}.log").read_text().splitlines()
-    assert [json.loads(line) for line in said] == [ARGUMENTS, ARGUMENTS]
-    assert answer["script"] == (tmp_path / answer["file"]).read_text()
-
-
-def test_a_refused_submission_has_the_exit_code_of_sbatch(cluster, tmp_path):
-    command = [sys.executable, "-m", "distman", "launch", "--backend=slurm", "--partition=elsewhere", "--submit"]
-    environment = {**cluster.environment, "PYTHONPATH": str(REPOSITORY)}
-    refused = cluster.hosts.run(command, env=environment, cwd=tmp_path, timeout=LIMIT)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert "invalid partition" in refused.stderr
+    program = ("say.py", *ARGUMENTS)
+    request = JobRequest(backend="slurm", gpus_per_node=0, tasks_per_node=2, cpus_per_task=1, program=program)
+    finished = cluster.sbatch(render(request), env=preloaded.variables(), timeout=LIMIT, cwd=tmp_path)
+    assert [json.loads(line) for line in finished.lines] == [ARGUMENTS, ARGUMENTS]

@@ -1,4 +1,4 @@
-"""``distman launch``: write the job script for a scheduler or launcher, and submit it."""
+"""``distman launch``: write the job script for a scheduler or launcher."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,17 +14,10 @@ from distman._base.text import printable
 from distman._cli.launch.job_script import BACKENDS, JobRequest, as_argument, quoted, read_time, render
 from distman._cli.parser import at_least
 
-_DESCRIPTION = "Write the script that starts a job of one process for each GPU, and submit it to the scheduler."
+_DESCRIPTION = "Write the script that starts a job of one process for each GPU."
 _DEFAULTS = JobRequest(backend="slurm")
 _SCHEDULERS = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub <", "flux": "flux batch"}
-"""Backends whose scripts a scheduler takes, with its command; scripts of others are run here by bash."""
-
-_JOB_IDS = {
-    "slurm": re.compile(r"Submitted batch job (\d+)"),
-    "lsf": re.compile(r"Job <(\d+)>"),
-    "pbs": re.compile(r"^(\S+)$", re.MULTILINE),
-    "flux": re.compile(r"^(\S+)$", re.MULTILINE),
-}
+"""Backends whose scripts a scheduler takes, with its command; scripts of others are run by bash."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="FILE", help="write the script into this file; without it, print it"
     )
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
-    parser.add_argument("--submit", action="store_true", help="submit it, or run it where there is no scheduler")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-m", action="store_true", dest="is_module", help="what follows is a module, not a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script and its arguments (train.py)")
@@ -93,24 +82,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Return 0, 1 where file or scheduler are not as they must be, 2 for wrong options, or the code of the job."""
+    """Return 0, 1 where the file cannot be written, or 2 for wrong options."""
     try:
         request = _request(arguments)
     except ValueError as error:
         return _complain(error, code=2)
     path = arguments.output
-    if path is None and arguments.submit:
-        path = Path(request.file_name)
     script = render(request, path and path.name)
     try:
         if path is not None:
             _write(path, script, force=arguments.force)
-        if not arguments.submit:
-            _report(arguments, request, path, script)
-            return 0
-        return _submit(arguments, request, path, script)
     except OSError as error:
         return _complain(error, code=1)
+    _report(arguments, request, path, script)
+    return 0
 
 
 def _request(arguments: argparse.Namespace) -> JobRequest:
@@ -119,19 +104,7 @@ def _request(arguments: argparse.Namespace) -> JobRequest:
     program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     given["program"] = ("-m", *program) if arguments.is_module else tuple(program) or _DEFAULTS.program
     given["time"] = read_time(arguments.time)
-    request = JobRequest(**given)
-    runs_here = arguments.submit and request.backend not in _SCHEDULERS
-    if runs_here and arguments.json:
-        raise ValueError(
-            f"--json must not be combined with --submit for {request.backend}, got both. The job runs here and prints "
-            "its own output."
-        )
-    if runs_here and request.backend == "torchrun" and request.nodes > 1:
-        raise ValueError(
-            f"--submit must be used with one node for torchrun, got {request.nodes} nodes. Run the script on each of "
-            "them."
-        )
-    return request
+    return JobRequest(**given)
 
 
 def _write(path: Path, script: str, *, force: bool) -> None:
@@ -147,52 +120,16 @@ def _write(path: Path, script: str, *, force: bool) -> None:
         file.write(script)
 
 
-def _submit(arguments: argparse.Namespace, request: JobRequest, path: Path, script: str) -> int:
-    """Submit the script and tell the job's id, or run it to its end; return the exit code."""
-    line = _submission_line(request.backend, path)
+def _report(arguments: argparse.Namespace, request: JobRequest, path: Path | None, script: str) -> None:
     scheduler = _SCHEDULERS.get(request.backend)
-    program = line.split()[0]
-    if shutil.which(program) is None:
-        raise FileNotFoundError(
-            f"{program} must be installed to submit a job, got no such program. Run this where it is, such as on a "
-            f"login node: {line}"
-        )
-    finished = subprocess.run(
-        ["/bin/bash", "-c", line], stdout=subprocess.PIPE if scheduler else None, text=True, check=False
-    )
-    if scheduler and finished.returncode != 0 and not arguments.force:
-        path.unlink()  # made a moment ago; it would only be in the way of the next try
-    if scheduler and finished.returncode == 0:
-        job_id = job_id_in(request.backend, finished.stdout)
-        if arguments.json:
-            _report(arguments, request, path, script, job_id=job_id)
-        else:
-            print(job_id or finished.stdout.strip())
-    return finished.returncode
-
-
-def _submission_line(backend: str, script: Path) -> str:
-    """Return the line of a shell that submits the script, or runs it."""
-    return f"{_SCHEDULERS.get(backend, 'bash')} {quoted(as_argument(str(script)))}"
-
-
-def job_id_in(backend: str, answer: str) -> str | None:
-    found = _JOB_IDS[backend].search(answer)
-    return found[1] if found else None
-
-
-def _report(
-    arguments: argparse.Namespace, request: JobRequest, path: Path | None, script: str, *, job_id: str | None = None
-) -> None:
-    line = _submission_line(request.backend, path or Path(request.file_name))
+    line = f"{scheduler or 'bash'} {quoted(as_argument(str(path or request.file_name)))}"
     if arguments.json:
         file = None if path is None else str(path)
-        answer = {"backend": request.backend, "file": file, "submit": line, "job_id": job_id, "script": script}
-        print(json.dumps(answer, indent=2))
+        print(json.dumps({"backend": request.backend, "file": file, "submit": line, "script": script}, indent=2))
     elif path is None:
         print(script, end="")
     else:
-        print(f"{printable(str(path))} is written{'. Submit it' * (request.backend in _SCHEDULERS)}: {line}")
+        print(f"{printable(str(path))} is written{'. Submit it' if scheduler else ''}: {line}")
 
 
 def _complain(error: Exception, *, code: int) -> int:
