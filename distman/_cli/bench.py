@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distman._base import timing
@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     Rank 0 prints, also what was measured until something failed.
     """
     from distman._cli.own_job import explain, own_fault, start_job
+    from distman._cli.timing import measure
 
     if arguments.max_size < arguments.min_size:
         arguments.parser.error(
@@ -74,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     cases = cases_of(arguments.operations, sizes, manager.world_size)
     measurements: list[Measurement] = []
     try:
-        measurements.extend(_sweep(cases, manager, arguments.rounds))  # an error leaves those before it
+        for name, size in cases:
+            measurements.append(measure(name, size, manager, num_rounds=arguments.rounds))
     # Whatever it is, what was measured is told first, and it is raised again if it is our own. That of another rank is
     # named, or it would be raised again in any case.
     except (JobFailed, Exception) as error:
@@ -90,16 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
     _tell(measurements, arguments, manager)
     manager.cleanup()
     return 0
-
-
-def _sweep(
-    cases: Sequence[tuple[str, int]], manager: DistributedManager, num_rounds: int | None
-) -> Iterator[Measurement]:
-    """Yield how long operations take, one after another. Collective."""
-    from distman._cli.timing import measure
-
-    for operation, num_bytes in cases:
-        yield measure(operation, num_bytes, manager, num_rounds=num_rounds)
 
 
 def cases_of(operations: Sequence[str], sizes: Sequence[int], world_size: int) -> list[tuple[str, int]]:
