@@ -13,12 +13,13 @@ import torch
 from distman._base import timing
 
 _SIZE = 512  # of the square matrices that are multiplied
+_MEMORY = 256 << 20  # bytes
 _SHARED_MEMORY = 64 << 20  # bytes that must be free in /dev/shm, where loaders and backends put batches and buffers
 
 
 def problems_of_host() -> list[str]:
     """Return what is wrong with this host, each as "computes wrong numbers": what follows its name in a sentence."""
-    return [*_computing(), *_files()]
+    return [*_computing(), *_memory(), *_files()]
 
 
 def _computing() -> Iterator[str]:
@@ -36,6 +37,13 @@ def _computing() -> Iterator[str]:
             yield f"computes wrong numbers on {device}"
         elif device == "cpu" and time.monotonic() - began > timing.CHECK_SLOW:
             yield f"takes {time.monotonic() - began:.0f} s for a small product of matrices"
+
+
+def _memory() -> Iterator[str]:
+    try:
+        torch.ones(_MEMORY, dtype=torch.uint8)  # where the system promises more than there is, it ends this process
+    except RuntimeError:
+        yield f"has no {_MEMORY >> 20} MiB of memory left"
 
 
 def _files() -> Iterator[str]:
