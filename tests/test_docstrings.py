@@ -20,7 +20,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from distman import DistributedManager
-from distman.checkpoint import _location
 from distman.environments import LAUNCHERS
 from distman.testing import ranks
 
@@ -141,7 +140,6 @@ def run(test, **names):
 @pytest.mark.parametrize("name", [test.name for test in examples(on_ranks=False)])
 def test_an_example_runs(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(_location, "_registered", dict(_location._registered))
     monkeypatch.setattr(LAUNCHERS, "_records", dict(LAUNCHERS._records))  # one registers another
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # they show what a machine without a GPU says
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

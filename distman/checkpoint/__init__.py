@@ -12,7 +12,7 @@ from distman.checkpoint._folder import (
     is_sharded as is_sharded,
     read_latest as read_latest,
 )
-from distman.checkpoint._location import locate as locate, register_storage
+from distman.checkpoint._location import locate as locate
 from distman.checkpoint._model_state import load_model_state, model_state, without_compiled as without_compiled
 from distman.checkpoint._safetensors import write_safetensors as write_safetensors
 from distman.checkpoint._single_file import PendingSave, load, save
@@ -22,21 +22,17 @@ from distman.checkpoint._state import (
     read_plain as read_plain,
     without_unused_memory as without_unused_memory,
 )
-from distman.checkpoint._storage import NewFolder, Storage
 
 if TYPE_CHECKING:
     from distman.checkpoint._sharded import load_sharded, save_sharded, saved_tensors as saved_tensors
 
 __all__ = [
     "CheckpointFolder",
-    "NewFolder",
     "PendingSave",
-    "Storage",
     "load",
     "load_model_state",
     "load_sharded",
     "model_state",
-    "register_storage",
     "save",
     "save_sharded",
 ]

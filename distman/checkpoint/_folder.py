@@ -17,10 +17,9 @@ from distman._base.log import logger
 from distman._base.text import printable
 from distman._coordination.restart_notes import note_saved
 from distman.checkpoint import _background as in_background
-from distman.checkpoint._location import Location, locate
+from distman.checkpoint._location import METADATA, Location, locate
 from distman.checkpoint._single_file import save_in, target_device
 from distman.checkpoint._state import read_state
-from distman.checkpoint._storage import METADATA
 from distman.decorators import _on_all_ranks as on_all_ranks, on_rank
 from distman.errors import CheckpointError, RankFailedError
 from distman.manager import DistributedManager

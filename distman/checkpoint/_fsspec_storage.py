@@ -12,8 +12,6 @@ from typing import IO, Any
 
 import fsspec
 
-from distman.checkpoint._storage import NewFolder
-
 _LINK = b"distman link to "  # content of an object that stands for another one of its folder, before the name
 _TARGET = re.compile(r"\w[\w.+-]*", re.ASCII)
 """Names that a link may have: those of checkpoints and of their generations."""
@@ -109,7 +107,7 @@ class FsspecStorage:
             return None
         return target if fs.exists(f"{_parent(path)}/{target}") else None
 
-    def new_folder(self, place: str) -> NewFolder:
+    def new_folder(self, place: str) -> _Generation:
         """Return a folder of a new name within the place; a link says which one counts."""
         return _Generation(self, place)
 

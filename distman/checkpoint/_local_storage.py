@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from distman.checkpoint._storage import NewFolder
-
 SCHEMES = ("file", "local")
 """Schemes of URLs that mean a path on this host."""
 
@@ -111,7 +109,7 @@ class LocalStorage:
         target = link.readlink() if link.is_symlink() else link
         return None if target.name in ("", "..") else target.name
 
-    def new_folder(self, place: str) -> NewFolder:
+    def new_folder(self, place: str) -> _FolderBeside:
         return _FolderBeside(Path(place))
 
     def folder(self, place: str) -> str:

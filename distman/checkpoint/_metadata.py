@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from distman._torch_internals import storage_info
 from distman.checkpoint._inert_pickle import Made, Name, read_inert
-from distman.checkpoint._location import Location
-from distman.checkpoint._storage import METADATA
+from distman.checkpoint._location import METADATA, Location
 from distman.errors import CheckpointError
 
 _SEAL = b"\ndistman crc32 "  # stands after the pickle, where torch does not read, with the checksum of all before it

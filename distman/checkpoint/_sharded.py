@@ -31,12 +31,11 @@ from distman._coordination.time_limit import saves
 from distman._torch_internals import NO_JOB_WARNING, set_nested
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._background import BackgroundWrite
-from distman.checkpoint._location import Location, locate
+from distman.checkpoint._location import Location, NewFolder, Storage, locate
 from distman.checkpoint._metadata import read_metadata, sealed
 from distman.checkpoint._parts import Parts
 from distman.checkpoint._single_file import PendingSave
 from distman.checkpoint._state import check_file, check_state, reason_of, writing_to
-from distman.checkpoint._storage import NewFolder, Storage
 from distman.decorators import _on_all_ranks as on_all_ranks, on_rank
 from distman.errors import CheckpointError
 from distman.manager import DistributedManager

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from distman import CheckpointError, DistributedManager, RankFailedError
-from distman.checkpoint import CheckpointFolder, load_sharded, register_storage, save_sharded
+from distman.checkpoint import CheckpointFolder, _location as location, load_sharded, save_sharded
 from distman.checkpoint._local_storage import LocalStorage
 from distman.testing import ranks
 
@@ -98,11 +98,12 @@ class FullForOne(LocalStorage):
 
 @ranks(3)
 @pytest.mark.parametrize("guilty", [0, 2])
-def test_a_part_that_cannot_be_written_is_an_error_on_all_and_the_old_folder_stays(tmp_path, rank, guilty):
+def test_a_part_that_cannot_be_written_is_an_error_on_all_and_the_old_folder_stays(tmp_path, rank, guilty, monkeypatch):
     path = f"full-for-one://{tmp_path}/sharded"
-    register_storage("full-for-one", FullForOne(-1))
+    storage = FullForOne(-1)
+    monkeypatch.setattr(location, "_from_fsspec", lambda _: storage)
     save_sharded(state_of(1, 3), path)
-    register_storage("full-for-one", FullForOne(guilty))
+    storage.rank = guilty
     pending = save_sharded(state_of(2, 3), path, background=True)
     with pytest.raises(OSError if rank == guilty else RankFailedError, match="No space left") as caught:
         pending.wait()
@@ -111,7 +112,6 @@ def test_a_part_that_cannot_be_written_is_an_error_on_all_and_the_old_folder_sta
     save_sharded(state_of(2, 3), path, background=True)
     with pytest.raises(CheckpointError if rank in (0, guilty) else RankFailedError, match="previous background save"):
         save_sharded(state_of(3, 3), path, background=True)
-    register_storage("full-for-one", LocalStorage())
     assert_is(loaded(tmp_path / "sharded"), 1)
     assert [one.name for one in tmp_path.iterdir()] == ["sharded"]
     DistributedManager().barrier("well")

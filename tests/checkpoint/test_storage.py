@@ -21,7 +21,6 @@ from distman.checkpoint import (
     _location as location,
     load,
     load_sharded,
-    register_storage,
     save,
     save_sharded,
 )
@@ -436,31 +435,6 @@ def test_without_fsspec_the_package_is_named(tmp_path, monkeypatch):
     save({"number": 1}, tmp_path / "x.pt")
 
 
-def test_a_site_may_add_a_storage(tmp_path, monkeypatch):
-    opened = []
-
-    class Shelf(LocalStorage):
-        __hash__ = None  # as a class that defines what is equal has it
-
-        def resolve(self, path):
-            return str(tmp_path / path.removeprefix("shelf://"))
-
-        def open(self, place):
-            opened.append(Path(place).name)
-            return super().open(place)
-
-    monkeypatch.setattr(location, "_registered", dict(location._registered))
-    register_storage("shelf", Shelf())
-    folder = CheckpointFolder("shelf://run")
-    folder.save({"step": 1}, 1, is_best=True)
-    assert folder.load_latest() == folder.load_best() == {"step": 1}
-    assert opened == [step_name(1)] * 2
-    save_sharded({"step": 2}, "shelf://sharded")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "sharded"]
-    with pytest.raises(ValueError, match="scheme must be letters"):
-        register_storage("shelf://", Shelf())
-
-
 class ShortWrites(LocalStorage):
     """A disk whose files take a few bytes at once, as a file without a buffer may."""
 
@@ -485,8 +459,7 @@ class _ShortFile:
 
 
 def test_a_file_that_takes_a_few_bytes_at_once_gets_all_of_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(location, "_registered", dict(location._registered))
-    register_storage("short", ShortWrites())
+    monkeypatch.setattr(location, "_from_fsspec", lambda _: ShortWrites())
     save({"step": 1}, f"short://{tmp_path}/state.pt")
     assert load(tmp_path / "state.pt") == {"step": 1}
     save_sharded({"step": 2, "tensor": torch.arange(100.0)}, f"short://{tmp_path}/sharded")

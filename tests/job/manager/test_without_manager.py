@@ -132,9 +132,9 @@ WORKS_ALONE = {
 
 # What asks nobody, has no function that works by itself, or initializes the manager.
 ASKS_NOBODY = {
-    *("load_model_state", "model_state", "register_storage", "unmark_module_as_shared", "parallel_on_all_devices"),
+    *("load_model_state", "model_state", "unmark_module_as_shared", "parallel_on_all_devices"),
     *("EvaluationBatches", "SampledBatches", "ShardBatches", "TrainingBatches", "EvaluationLoader", "TrainingLoader"),
-    *("Hdf5Dataset", "NewFolder", "PendingSave", "Storage", "FusedWork", "GroupLike"),
+    *("Hdf5Dataset", "PendingSave", "FusedWork", "GroupLike"),
     *("default_num_workers", "random_stream"),
     *("SDE", "VarianceExploding", "VariancePreserving", "denoising_loss", "guided_score", "score"),
     *("ParallelExecutor", "as_cpu", "parallelize_on_gpus", "initialize_ddp"),
