@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 # What is imported as itself is for other parts of the package.
-from distman.data._batches import EvaluationBatches, SampledBatches, ShardBatches, TrainingBatches
 from distman.data._cached import RankCachedDataset, rank_cached_loader
 from distman.data._distributed_stream import DistributedStream, distributed_stream
 from distman.data._hdf5 import Hdf5Dataset
-from distman.data._loaders import EvaluationLoader, TrainingLoader, default_num_workers, distributed_loader
+from distman.data._loaders import EvaluationLoader, TrainingLoader, distributed_loader
 from distman.data._randomness import (
     generators_preserved as generators_preserved,
     generators_state as generators_state,
@@ -18,15 +17,10 @@ from distman.data._randomness import (
 
 __all__ = [
     "DistributedStream",
-    "EvaluationBatches",
     "EvaluationLoader",
     "Hdf5Dataset",
     "RankCachedDataset",
-    "SampledBatches",
-    "ShardBatches",
-    "TrainingBatches",
     "TrainingLoader",
-    "default_num_workers",
     "distributed_loader",
     "distributed_stream",
     "rank_cached_loader",

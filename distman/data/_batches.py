@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import abc
-import math
 import operator
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from distman._base.arguments import check_number
-from distman._base.seeds import seed_of
+from distman._base.seeds import seed_generators, seed_of
 from distman.collectives import GroupLike, resolve_group
-from distman.data._sampling import EpochSampler
+from distman.data._randomness import generators_preserved, seed_generators_of
 from distman.topology import split_sizes
 
-Weights = Sequence[float] | torch.Tensor
-
 _NO_SAMPLES = "See whether its files were found."
+
+T = TypeVar("T")
 
 
 class Batch(list[int]):
@@ -29,6 +29,43 @@ class Batch(list[int]):
     def __init__(self, indices: Iterable[int], seed: int) -> None:
         super().__init__(indices)
         self.seed = seed
+
+
+class EpochSampler(Generic[T]):
+    """A sampler whose epochs are the same on all ranks, and in every run, whatever generators it draws from."""
+
+    def __init__(self, name: str, sampler: Iterable[T], seed: int) -> None:
+        self._length = _length_of(name, sampler)
+        self._name, self._sampler, self._seed = name, sampler, seed
+        self._latest: tuple[int, list[T]] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def epoch(self, epoch: int) -> list[T]:
+        """Return what it yields in an epoch, as many as its length says."""
+        if self._latest is None or self._latest[0] != epoch:
+            self._latest = epoch, self._draw(epoch)
+        return self._latest[1]
+
+    def checksum(self, epoch: int) -> int:
+        return zlib.crc32(repr(self.epoch(epoch)).encode())
+
+    def _draw(self, epoch: int) -> list[T]:
+        one: Any
+        for one in (self._sampler, getattr(self._sampler, "sampler", None)):
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(epoch)
+        with generators_preserved():
+            seed_generators(seed_of(self._seed, epoch))
+            seed_generators_of(self._sampler, seed_of(self._seed, epoch))
+            drawn = list(self._sampler)
+        if len(drawn) != self._length:
+            raise ValueError(
+                f"{self._name} must yield as many as its length says, {self._length}, got {len(drawn)} in epoch "
+                f"{epoch}. Mend its __len__."
+            )
+        return drawn
 
 
 class EpochBatches(Sampler[list[int]], abc.ABC):
@@ -62,90 +99,26 @@ class EpochBatches(Sampler[list[int]], abc.ABC):
             yield Batch(part.tolist(), seed_of(self.seed, epoch, position + step * self.stride, self._rank))
 
     def start_at(self, epoch: int, position: int = 0) -> None:
-        """Let the next iteration run through this epoch from this position on, and later ones through the next epochs.
-
-        Local.
-
-        Args:
-            epoch: Index of the epoch; the first iteration is 0.
-            position: Number of samples drawn of it before, a multiple of :attr:`stride`, or :attr:`num_drawn`.
-
-        Example on two ranks:
-            >>> batches = TrainingBatches(6, batch_size=1, shuffle=False)
-            >>> batches.start_at(epoch=0, position=4)
-            >>> all_gather_objects([*batches])
-            [[[4]], [[5]]]
-        """
+        """Let the next iteration run through the rest of this epoch, and later ones through the next epochs."""
         self._epoch, self._position = epoch, position
 
     @abc.abstractmethod
     def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:
-        """Return an iterator over this rank's number of samples and that of all, for each step as :meth:`parts`.
-
-        Local.
-
-        Args:
-            epoch: Index of the epoch.
-            position: Number of samples drawn of it before, or of batches, as for :meth:`start_at`.
-
-        Example on two ranks:
-            >>> batches = TrainingBatches(5, batch_size=2)
-            >>> all_gather_objects([*batches.counts(epoch=0)])
-            [[(2, 4), (1, 1)], [(2, 4), (0, 1)]]
-        """
+        """Return an iterator over this rank's number of samples and that of all, for each step as :meth:`parts`."""
 
     @abc.abstractmethod
     def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
-        """Return an iterator over the indices of this rank's samples, for each step of an epoch from a position on.
-
-        Local. The next iteration is not affected.
-
-        Args:
-            epoch: Index of the epoch.
-            position: Number of samples drawn of it before, or of batches, as for :meth:`start_at`.
-
-        Returns:
-            A tensor for each step, shape ``(samples,)``.
-
-        Example on two ranks:
-            >>> batches = TrainingBatches(6, batch_size=1, shuffle=False)
-            >>> all_gather_objects([part.tolist() for part in batches.parts(epoch=0, position=2)])
-            [[[2], [4]], [[3], [5]]]
-        """
+        """Return an iterator over the indices of this rank's samples, for each step of an epoch from a position on."""
 
 
 class TrainingBatches(EpochBatches):
     """A batch sampler that draws global batches in each epoch, and gives this rank its part of each.
 
     The global batches depend on seed and epoch only, so they are the same on any number of ranks, as long as ranks
-    times ``batch_size`` is. All ranks make the same number of steps, and every sample is drawn once per epoch. The
-    parts of a batch differ by at most one sample. If the last batch has fewer samples than there are ranks, a rank
-    without a part reads a sample of another rank, and :meth:`counts` says 0.
+    times ``batch_size`` is. The parts of a batch differ by at most one sample. If the last batch has fewer samples than
+    there are ranks, a rank without a part reads a sample of another rank, and :meth:`counts` says 0.
 
-    Args:
-        num_samples: Number of samples in the dataset.
-        batch_size: Samples per rank and step.
-        shuffle: Draw in a new order in each epoch.
-        drop_last: Drop the last batch if it is not full.
-        weights: Relative frequency with which each sample is drawn; an epoch is then ``num_samples`` draws with
-            replacement.
-        sampler: Yields the indices of an epoch in order, instead; its length is the number of samples. See
-            :func:`distributed_loader`.
-        seed: Seed of the order, the same on all ranks.
-        group: The ranks that share the batches: a process group, the name of one, or None for the world.
-
-    Attributes:
-        num_drawn: Position at the end of an epoch, the number of samples that all ranks draw.
-        stride: Number of samples of a full step on all ranks, by which it advances the position.
-        layout: The number of samples: a position saved with another one does not apply.
-
-    Raises:
-        ValueError: There are no samples, the batch size is less than 1, or the weights are not valid.
-
-    Example on two ranks:
-        >>> batches = TrainingBatches(10, batch_size=2, shuffle=False)
-        >>> len(batches), all_gather_objects([*batches])
-        (3, [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]])
+    A position is a number of samples that all ranks have drawn, and the layout the number of samples.
     """
 
     def __init__(
@@ -155,7 +128,6 @@ class TrainingBatches(EpochBatches):
         *,
         shuffle: bool = True,
         drop_last: bool = False,
-        weights: Weights | None = None,
         sampler: Iterable[int] | None = None,
         seed: int = 0,
         group: GroupLike = None,
@@ -166,7 +138,6 @@ class TrainingBatches(EpochBatches):
         if sampler is not None:
             self.given = EpochSampler("sampler", sampler, self.seed)
             self._num_samples = len(self.given)
-        self._cumulated = None if weights is None else _cumulate(weights, num_samples)
         self.layout, self.stride = [self._num_samples], self.batch_size * self.num_ranks
         self.num_drawn = self._num_samples - (self._num_samples % self.stride if drop_last else 0)
 
@@ -186,41 +157,18 @@ class TrainingBatches(EpochBatches):
     def _order(self, epoch: int) -> torch.Tensor:
         if self.given is not None:
             return torch.tensor(self.given.epoch(epoch), dtype=torch.int64)
-        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
-        if self._cumulated is not None:
-            drawn = torch.rand(self._num_samples, generator=generator, dtype=torch.float64) * self._cumulated[-1]
-            return torch.searchsorted(self._cumulated, drawn, right=True).clamp_(max=self._num_samples - 1)
-        if self._shuffle:
-            return torch.randperm(self._num_samples, generator=generator)
-        return torch.arange(self._num_samples)
+        if not self._shuffle:
+            return torch.arange(self._num_samples)
+        return torch.randperm(self._num_samples, generator=torch.Generator().manual_seed(seed_of(self.seed, epoch)))
 
 
 class ShardBatches(EpochBatches):
     """A batch sampler that draws this rank's batches from its own shard of the dataset.
 
-    For samples that are kept on one rank each. All ranks make the same number of steps, and every sample is drawn once
-    per epoch; a rank that has reached the end of its shard reads one of its samples again, and :meth:`counts` says 0.
+    All ranks make the same number of steps; a rank that has reached the end of its shard reads one of its samples
+    again, and :meth:`counts` says 0. Indices are relative to the shard.
 
-    Args:
-        sizes: Number of samples of each rank's shard, in rank order. Indices are relative to the shard.
-        batch_size: Samples per rank and step.
-        shuffle: Draw in a new order in each epoch.
-        drop_last: Drop the steps in which a rank has no full batch.
-        seed: Seed of the order, the same on all ranks; each rank draws differently.
-        group: The ranks that share the dataset: a process group, the name of one, or None for the world.
-
-    Attributes:
-        num_drawn: Position at the end of an epoch, the number of samples drawn by the rank that draws most.
-        stride: Number of samples of a full step on one rank, by which it advances the position.
-        layout: The sizes of all shards: a position saved with others does not apply.
-
-    Raises:
-        ValueError: There are no samples, the batch size is less than 1, or the number of sizes is not that of ranks.
-
-    Example on two ranks:
-        >>> batches = ShardBatches([3, 2], batch_size=2, shuffle=False)
-        >>> all_gather_objects([*batches])  # the last one of rank 1 has weight 0
-        [[[0, 1], [2]], [[0, 1], [0]]]
+    A position is the number of samples drawn by the rank that draws most, and the layout the sizes of all shards.
     """
 
     def __init__(
@@ -265,27 +213,8 @@ class ShardBatches(EpochBatches):
 class SampledBatches(EpochBatches):
     """A batch sampler that gives each rank every n-th batch of another one, on n ranks.
 
-    All ranks make the same number of steps, and every batch is read once per epoch. In a last step with fewer batches
-    than ranks, a rank without one reads a sample of the first and takes part with weight 0.
-
-    Args:
-        batch_sampler: Yields lists of indices, as many in each epoch as its length; see :func:`distributed_loader`.
-        seed: Seed of what it draws, the same on all ranks.
-        group: The ranks that share the batches: a process group, the name of one, or None for the world.
-
-    Attributes:
-        num_drawn: Position at the end of an epoch, the number of batches.
-        stride: Number of batches in a step, by which it advances the position.
-        layout: The number of batches, marked as such: a position saved with another one does not apply.
-
-    Raises:
-        TypeError: It has no length, or is for one rank already.
-        ValueError: It has no batches.
-
-    Example on two ranks:
-        >>> batches = SampledBatches([[0, 1, 2], [5], [3, 4]])
-        >>> all_gather_objects([*batches])  # the last one of rank 1 has weight 0
-        [[[0, 1, 2], [3, 4]], [[5], [3]]]
+    In a last step with fewer batches than ranks, a rank without one reads a sample of the first and takes part with
+    weight 0. A position is a number of batches, and so is the layout, marked as such.
     """
 
     def __init__(self, batch_sampler: Iterable[Sequence[int]], *, seed: int = 0, group: GroupLike = None) -> None:
@@ -313,19 +242,6 @@ class EvaluationBatches(Sampler[list[int]]):
     """A batch sampler that gives each rank its part of the samples, each sample once and in order.
 
     The ranks may make different numbers of steps, even none. Their parts, in rank order, are the dataset.
-
-    Args:
-        num_samples: Number of samples in the dataset.
-        batch_size: Samples per rank and step.
-        group: The ranks that share the samples: a process group, the name of one, or None for the world.
-
-    Raises:
-        ValueError: The batch size is less than 1.
-
-    Example on two ranks:
-        >>> batches = EvaluationBatches(5, batch_size=2)
-        >>> all_gather_objects([*batches])
-        [[[0, 1], [2]], [[3, 4]]]
     """
 
     def __init__(self, num_samples: int, batch_size: int, *, group: GroupLike = None) -> None:
@@ -346,16 +262,17 @@ class EvaluationBatches(Sampler[list[int]]):
             yield Batch(own, seed_of(own[0]))
 
 
-def _cumulate(weights: Weights, num_samples: int) -> torch.Tensor:
-    given = torch.as_tensor(weights, dtype=torch.float64)
-    if given.shape != (num_samples,):
-        raise ValueError(
-            f"weights must have one number for each of {num_samples} samples, got shape {tuple(given.shape)}. Pass a "
-            "list or a tensor with one dim."
+def _length_of(name: str, sampler: Any) -> int:
+    """Return how many indices, or batches, a sampler for all ranks yields in an epoch, at least one."""
+    inner = getattr(sampler, "sampler", None)
+    if any(isinstance(one, DistributedSampler) for one in (sampler, inner)):
+        raise TypeError(
+            f"{name} must yield the samples of all ranks, got a DistributedSampler. Leave it out: the ranks share the "
+            "dataset."
         )
-    total = given.cumsum(0)
-    if not (given.isfinite().all() and (given >= 0).all() and total[-1] > 0):
-        bad = [index for index, weight in enumerate(given.tolist()) if not 0 <= weight < math.inf]
-        got = f"{given[bad[0]].item()} for sample {bad[0]}" if bad else "only zeros"
-        raise ValueError(f"weights must be finite, 0 or more and not all 0, got {got}. Pass relative frequencies.")
-    return total
+    if not isinstance(sampler, Iterable) or isinstance(sampler, Iterator) or not isinstance(sampler, Sized):
+        raise TypeError(
+            f"{name} must be iterable in each epoch and have a length, got {sampler!r}. Define __iter__ and __len__, "
+            "or pass a DataLoader."
+        )
+    return check_number(f"the length of {name}", len(sampler))

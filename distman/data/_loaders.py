@@ -13,7 +13,7 @@ from distman._base.log import logger
 from distman._base.seeds import seed_generators
 from distman._coordination import step_times
 from distman.collectives import GroupLike
-from distman.data._batches import Batch, EpochBatches, EvaluationBatches, SampledBatches, TrainingBatches, Weights
+from distman.data._batches import Batch, EpochBatches, EvaluationBatches, SampledBatches, TrainingBatches
 from distman.manager import DistributedManager
 
 
@@ -24,11 +24,11 @@ class EvaluationLoader(DataLoader[Any]):
 
     Args:
         dataset: A map-style dataset with a length.
-        batches: Which samples this rank takes.
+        batches: Which samples this rank takes; :func:`distributed_loader` says it.
         options: Options of torch's DataLoader.
 
     Example on two ranks:
-        >>> loader = EvaluationLoader(TensorDataset(torch.arange(5)), EvaluationBatches(5, batch_size=2))
+        >>> loader = distributed_loader(TensorDataset(torch.arange(5)), evaluation=True, batch_size=2)
         >>> all_gather_objects([batch.tolist() for (batch,) in loader])
         [[[0, 1], [2]], [[3, 4]]]
     """
@@ -48,16 +48,15 @@ class TrainingLoader(DataLoader[Any]):
 
     Args:
         dataset: A map-style dataset with a length.
-        batches: Which samples this rank takes.
+        batches: Which samples this rank takes; :func:`distributed_loader` says it.
         options: Options of torch's DataLoader.
 
     Attributes:
-        batches: Which samples this rank takes.
         num_own: How many samples of the latest batch are this rank's; 0 if it takes part with weight 0.
         num_total: How many samples the latest batch has on all ranks.
 
     Example on two ranks:
-        >>> loader = TrainingLoader(TensorDataset(torch.arange(6)), TrainingBatches(6, batch_size=2))
+        >>> loader = distributed_loader(TensorDataset(torch.arange(6)), batch_size=2)
         >>> for (batch,) in loader:
         ...     print(f"{loader.num_own} samples of {loader.num_total}")
         2 samples of 4
@@ -113,22 +112,9 @@ class TrainingLoader(DataLoader[Any]):
 
         Local.
         """
-        return self.state_at(*self._reached)
+        return self._state_at(*self._reached)
 
-    def state_at(self, epoch: int, position: int) -> dict[str, Any]:
-        """Return the state of a given position, for loops that count themselves.
-
-        Local.
-
-        Args:
-            epoch: Index of the epoch.
-            position: Number of samples drawn of it, see :attr:`batches`; its end is the start of the next epoch.
-
-        Example on two ranks:
-            >>> loader = distributed_loader(TensorDataset(torch.arange(6)), batch_size=1)
-            >>> loader.state_at(epoch=2, position=4)
-            {'epoch': 2, 'position': 4, 'seed': 0, 'layout': [6]}
-        """
+    def _state_at(self, epoch: int, position: int) -> dict[str, Any]:
         if position >= self.batches.num_drawn:
             epoch, position = epoch + 1, 0
         return {"epoch": epoch, "position": position, "seed": self.batches.seed, "layout": self.batches.layout}
@@ -140,7 +126,7 @@ class TrainingLoader(DataLoader[Any]):
         samples, or is cached by another number of ranks, the epoch starts over, and a warning is logged.
 
         Args:
-            state: From :meth:`state_dict` or :meth:`state_at` on any rank.
+            state: From :meth:`state_dict` on any rank.
 
         Raises:
             ValueError: The position was saved with another seed, so with another order.
@@ -175,7 +161,6 @@ def distributed_loader(
     batch_size: int = 1,
     shuffle: bool | None = None,
     drop_last: bool = False,
-    weights: Weights | None = None,
     sampler: Iterable[int] | None = None,
     batch_sampler: Iterable[Sequence[int]] | None = None,
     seed: int = 0,
@@ -192,30 +177,12 @@ def distributed_loader(
     batch_size: int = 1,
     shuffle: bool | None = None,
     drop_last: bool = False,
-    weights: Weights | None = None,
     sampler: Iterable[int] | None = None,
     batch_sampler: Iterable[Sequence[int]] | None = None,
     seed: int = 0,
     group: GroupLike = None,
     **loader_kwargs: Any,
 ) -> EvaluationLoader: ...
-
-
-@overload
-def distributed_loader(
-    dataset: Dataset[Any],
-    *,
-    evaluation: bool,
-    batch_size: int = 1,
-    shuffle: bool | None = None,
-    drop_last: bool = False,
-    weights: Weights | None = None,
-    sampler: Iterable[int] | None = None,
-    batch_sampler: Iterable[Sequence[int]] | None = None,
-    seed: int = 0,
-    group: GroupLike = None,
-    **loader_kwargs: Any,
-) -> TrainingLoader | EvaluationLoader: ...
 
 
 def distributed_loader(
@@ -225,7 +192,6 @@ def distributed_loader(
     batch_size: int = 1,
     shuffle: bool | None = None,
     drop_last: bool = False,
-    weights: Weights | None = None,
     sampler: Iterable[int] | None = None,
     batch_sampler: Iterable[Sequence[int]] | None = None,
     seed: int = 0,
@@ -245,16 +211,15 @@ def distributed_loader(
         batch_size: Samples per rank and step.
         shuffle: Draw in a new order in each epoch; None does so for training.
         drop_last: Drop the last step of an epoch if it is not full; for training only.
-        weights: Relative frequency with which each sample is drawn, with replacement; for training only.
-        sampler: Yields the indices of an epoch in order, those of all ranks, instead of ``shuffle`` and ``weights``;
-            for training only. It has a length, and draws from the global generators or from its own, which are seeded
-            for each epoch, or by ``set_epoch``: so the ranks draw the same.
+        sampler: Yields the indices of an epoch in order, those of all ranks, instead of ``shuffle``; for training only.
+            It has a length, and draws from the global generators or from its own, which are seeded for each epoch, or
+            by ``set_epoch``: so the ranks draw the same, as with torch's ``WeightedRandomSampler``.
         batch_sampler: Yields batches, as lists of indices, instead of ``batch_size`` and ``drop_last`` too: on n ranks,
             each takes every n-th. Otherwise as ``sampler``.
         seed: Seed of the order, the same on all ranks.
         group: The ranks that share the dataset: a process group, the name of one, or None for the world.
         loader_kwargs: Options of torch's DataLoader. By default, ``num_workers`` is the number of CPUs that the
-            scheduler assigned to each rank, if known (:func:`default_num_workers`), and ``pin_memory`` is True on CUDA.
+            scheduler assigned to each rank, if known, and ``pin_memory`` is True on CUDA.
 
     Raises:
         TypeError: The dataset is not a map-style dataset with a length, or an option is one that this function sets.
@@ -274,18 +239,15 @@ def distributed_loader(
         batch_size=None if batch_size == 1 else batch_size,
         shuffle=shuffle,
         drop_last=drop_last or None,
-        weights=weights,
     )
     options = {
-        "num_workers": 0 if isinstance(dataset, TensorDataset) else default_num_workers(),
+        "num_workers": 0 if isinstance(dataset, TensorDataset) else _default_num_workers(),
         "pin_memory": DistributedManager().cuda,
         **loader_kwargs,
     }
     source = SeededDataset(dataset) if options["num_workers"] else dataset
     if evaluation:
-        check_for_evaluation(
-            shuffle=shuffle, drop_last=drop_last, weights=weights, sampler=sampler, batch_sampler=batch_sampler
-        )
+        check_for_evaluation(shuffle=shuffle, drop_last=drop_last, sampler=sampler, batch_sampler=batch_sampler)
         return EvaluationLoader(source, EvaluationBatches(length, batch_size, group=group), **options)
     if batch_sampler is not None:
         return TrainingLoader(source, SampledBatches(batch_sampler, seed=seed, group=group), **options)
@@ -294,7 +256,6 @@ def distributed_loader(
         batch_size,
         shuffle=shuffle is not False,
         drop_last=drop_last,
-        weights=weights,
         sampler=sampler,
         seed=seed,
         group=group,
@@ -341,16 +302,8 @@ def _check_sampling(**options: Any) -> None:
                 raise TypeError(f"{other} must be left out beside {name}, which says what is drawn.")
 
 
-def default_num_workers() -> int:
-    """Return the number of workers for a loader: the CPUs that the scheduler assigned to this rank, 0 if only one.
-
-    Local. The number comes from ``SLURM_CPUS_PER_TASK``, or under PBS from ``NCPUS``, which the ranks of a host share.
-    It is at most the number of CPUs that this process may use, and 0 without a scheduler.
-
-    Example:
-        >>> default_num_workers()  # without a scheduler
-        0
-    """
+def _default_num_workers() -> int:
+    """Return how many CPUs the scheduler assigned to this rank, 0 if only one; those of PBS are the host's."""
     number = _positive(os.environ.get("SLURM_CPUS_PER_TASK"))
     if not number and "PBS_JOBID" in os.environ:
         number = _positive(os.environ.get("NCPUS")) // DistributedManager().local_world_size

@@ -117,7 +117,7 @@ class LoaderSource:
         return getattr(self.loader.batches, "batch_size", None)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_at(self._epoch, self._position)
+        return self.loader._state_at(self._epoch, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:  # noqa: ARG002 - makes no difference
         """Resume after this position, saved by any number of ranks; return False if the data have changed."""

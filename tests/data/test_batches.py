@@ -7,7 +7,7 @@ import torch
 from distman import DistributedManager
 from distman._base.seeds import seed_of
 from distman.collectives import all_gather_objects
-from distman.data import EvaluationBatches, ShardBatches, TrainingBatches
+from distman.data._batches import EvaluationBatches, ShardBatches, TrainingBatches
 from distman.testing import ranks
 
 SIZES = [(1, 1), (3, 1), (7, 3), (8, 2), (65, 16), (65, 4)]
@@ -98,26 +98,8 @@ def test_a_position_fits_another_batch_size_and_loses_no_sample():
     assert sorted(everyone) == list(range(23))
 
 
-@ranks(1, 4)
-def test_weighted_draws_follow_the_weights_over_all_ranks(world_size):
-    weights = [0.0, 1.0, 2.0, 5.0] * 500
-    batches = TrainingBatches(2000, 50, weights=weights)
-    everyone = sum(all_gather_objects(Counter(index % 4 for part in batches for index in part)), Counter())
-    assert sum(everyone.values()) == 2000
-    assert everyone[0] == 0
-    for kind, expected in ((1, 250), (2, 500), (3, 1250)):
-        assert abs(everyone[kind] - expected) < 5 * expected**0.5
-    parts = all_gather_objects(epochs(batches, 1))
-    assert len({str(part) for part in parts}) == world_size
-
-
 @ranks(1)
-def test_weights_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"weights must have one number for each of 3 samples, got shape \(2,\)"):
-        TrainingBatches(3, 1, weights=[1.0, 2.0])
-    for weights in ([0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0]):
-        with pytest.raises(ValueError, match="weights must be finite, 0 or more and not all 0"):
-            TrainingBatches(2, 1, weights=weights)
+def test_numbers_that_do_not_fit():
     with pytest.raises(ValueError, match="the length of the dataset must be at least 1, got 0"):
         TrainingBatches(0, 1)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):

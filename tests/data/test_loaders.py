@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distman import DistributedManager, local_rank_zero_first
 from distman.collectives import all_gather_objects
-from distman.data import TrainingLoader, default_num_workers, distributed_loader, rank_cached_loader
+from distman.data import TrainingLoader, distributed_loader, rank_cached_loader
+from distman.data._loaders import _default_num_workers
 from distman.testing import ranks
 
 LOADERS = [distributed_loader, rank_cached_loader]
@@ -188,18 +189,18 @@ def test_an_error_in_a_worker_is_the_datasets_own(rank):
 def test_workers_as_many_as_the_scheduler_gave_cpus(monkeypatch):
     num_cpus = len(os.sched_getaffinity(0))
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
-    assert default_num_workers() == 0
+    assert _default_num_workers() == 0
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "2")
-    assert default_num_workers() == (2 if num_cpus > 1 else 0)
-    assert distributed_loader(Noisy(4)).num_workers == default_num_workers()
+    assert _default_num_workers() == (2 if num_cpus > 1 else 0)
+    assert distributed_loader(Noisy(4)).num_workers == _default_num_workers()
     assert distributed_loader(numbers(4)).num_workers == 0
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4096")
-    assert default_num_workers() in (0, num_cpus)
+    assert _default_num_workers() in (0, num_cpus)
     monkeypatch.delenv("SLURM_CPUS_PER_TASK")
     monkeypatch.setenv("NCPUS", "4")
-    assert default_num_workers() == 0
+    assert _default_num_workers() == 0
     monkeypatch.setenv("PBS_JOBID", "17.server")
-    assert default_num_workers() == (2 if num_cpus > 1 else 0)
+    assert _default_num_workers() == (2 if num_cpus > 1 else 0)
 
 
 @ranks(2)
@@ -265,5 +266,5 @@ class Epochs(Dataset):
 def test_a_dataset_is_told_the_epoch(num_workers):
     loader = distributed_loader(Epochs(), batch_size=2, num_workers=num_workers)
     assert [[set(batch.tolist()) for batch in loader] for _ in range(2)] == [[{0}, {0}], [{1}, {1}]]
-    loader.load_state_dict(loader.state_at(5, 4))
+    loader.load_state_dict({**loader.state_dict(), "epoch": 5, "position": 4})
     assert [set(batch.tolist()) for batch in loader] == [{5}]

@@ -133,9 +133,7 @@ WORKS_ALONE = {
 # What asks nobody, has no function that works by itself, or initializes the manager.
 ASKS_NOBODY = {
     *("load_model_state", "model_state", "unmark_module_as_shared", "parallel_on_all_devices"),
-    *("EvaluationBatches", "SampledBatches", "ShardBatches", "TrainingBatches", "EvaluationLoader", "TrainingLoader"),
-    *("Hdf5Dataset", "PendingSave", "FusedWork", "GroupLike"),
-    *("default_num_workers", "random_stream"),
+    *("EvaluationLoader", "TrainingLoader", "Hdf5Dataset", "PendingSave", "FusedWork", "GroupLike", "random_stream"),
     *("SDE", "VarianceExploding", "VariancePreserving", "denoising_loss", "guided_score", "score"),
     *("ParallelExecutor", "as_cpu", "parallelize_on_gpus", "initialize_ddp"),
     *("Callback", "EarlyStopping", "History", "LearningRateMonitor", "ModelCheckpoint", "NNHandler", "Preempted"),
