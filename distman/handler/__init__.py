@@ -7,7 +7,6 @@ from distman.handler._archive import Preempted, saved_arguments as saved_argumen
 from distman.handler._callbacks import (
     Best as Best,
     EarlyStopping,
-    LearningRateMonitor,
     ModelCheckpoint,
     ReplicaCheck,
 )
@@ -15,7 +14,6 @@ from distman.handler._events import Callback
 from distman.handler._history import History
 from distman.handler._nn_handler import NNHandler
 from distman.handler._objective import evaluating as evaluating
-from distman.handler._profiling import Profiler
 from distman.handler._trackers import JsonLinesTracker, MLflowTracker, TensorBoardTracker, WandbTracker
 from distman.handler._tracking import Tracker
 from distman.handler._warm_start import TakenWeights
@@ -26,12 +24,10 @@ __all__ = [
     "EarlyStopping",
     "History",
     "JsonLinesTracker",
-    "LearningRateMonitor",
     "MLflowTracker",
     "ModelCheckpoint",
     "NNHandler",
     "Preempted",
-    "Profiler",
     "ReplicaCheck",
     "Stepper",
     "TakenWeights",

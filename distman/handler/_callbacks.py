@@ -7,8 +7,6 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from distman._base.arguments import check_number
 from distman.checkpoint import CheckpointFolder, check_writable
 from distman.handler._events import Callback
@@ -169,42 +167,6 @@ class ModelCheckpoint(_Monitoring):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best = dict([*state["best"].items()][: self._num_best])
-
-
-class LearningRateMonitor(Callback):
-    """Records the learning rate of each step.
-
-    Attributes:
-        rates: Learning rate of the first parameter group in each step.
-
-    Example:
-        >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
-        >>> handler.set_optimizer(torch.optim.SGD, lr=0.5)
-        >>> handler.set_scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-        >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
-        >>> handler.set_train_loader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=4)
-        >>> monitor = LearningRateMonitor()
-        >>> handler.add_callback(monitor)
-        >>> history = handler.train(2)
-        >>> monitor.rates
-        [0.5, 0.5, 0.25, 0.25]
-    """
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-        self._rate = math.nan
-
-    def on_train_batch_start(self, handler: NNHandler, batch: Any) -> None:
-        self._rate = float(handler.optimizer.param_groups[0]["lr"])
-
-    def on_step_end(self, handler: NNHandler, step: int) -> None:
-        self.rates.append(self._rate)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rates": torch.tensor(self.rates, dtype=torch.float64), "rate": self._rate}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.rates, self._rate = state["rates"].tolist(), state.get("rate", math.nan)
 
 
 class ReplicaCheck(Callback):

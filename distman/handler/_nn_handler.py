@@ -224,16 +224,6 @@ class NNHandler:
         """Number of steps that the optimizer has taken."""
         return self._archive.num_steps
 
-    @property
-    def train_losses(self) -> list[float]:
-        """Mean training loss of each epoch."""
-        return self.history["loss"]
-
-    @property
-    def val_losses(self) -> list[float]:
-        """Mean validation loss of each epoch; NaN for epochs without validation."""
-        return self.history["val_loss"]
-
     def set_optimizer(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],

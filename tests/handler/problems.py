@@ -6,7 +6,7 @@ from torch.utils.data import TensorDataset
 
 from distman._base.seeds import seed_of
 from distman.collectives import all_gather_objects
-from distman.handler import NNHandler
+from distman.handler import Callback, NNHandler
 
 NUM_SAMPLES = 65
 GLOBAL_BATCH = 16
@@ -28,6 +28,25 @@ class Network(nn.Module):
 
     def forward(self, inputs):
         return self.second(self.dropout(self.first(inputs).tanh()))
+
+
+class Rates(Callback):
+    """Keeps the learning rate with which each step was taken."""
+
+    def __init__(self):
+        self.rates, self.rate = [], 0.0
+
+    def on_train_batch_start(self, handler, batch):
+        self.rate = handler.optimizer.param_groups[0]["lr"]
+
+    def on_step_end(self, handler, step):
+        self.rates.append(self.rate)
+
+    def state_dict(self):
+        return {"rates": [*self.rates], "rate": self.rate}
+
+    def load_state_dict(self, state):
+        self.rates, self.rate = [*state["rates"]], state["rate"]
 
 
 def make_handler(batch_size, *, dtype=torch.float64, data=None, dropout=0.0, lr=0.02, **kwargs):

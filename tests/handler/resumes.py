@@ -24,7 +24,9 @@ from distman.collectives import all_gather_objects, broadcast_data
 from distman.data import distributed_loader, distributed_stream
 from distman.data._randomness import generators_state, set_generators_state
 from distman.errors import DistmanError
-from distman.handler import Callback, EarlyStopping, LearningRateMonitor, NNHandler, Stepper
+from distman.handler import Callback, EarlyStopping, NNHandler, Stepper
+
+from .problems import Rates
 
 NUM_SAMPLES = 23
 EVENTS = [name for name in vars(Callback) if name.startswith("on_") and name != "on_exception"]
@@ -281,7 +283,7 @@ def make_handler(case, saves=None):
         handler.set_train_loader(make_loader(case.loader))
     if case.validate != "never":
         handler.set_val_loader(TensorDataset(torch.ones(9, 4), torch.ones(9, 1)), batch_size=4)
-    callbacks = [LearningRateMonitor(), Counts(), EarlyStopping("loss", patience=case.patience, min_delta=1e9)]
+    callbacks = [Rates(), Counts(), EarlyStopping("loss", patience=case.patience, min_delta=1e9)]
     if saves is not None:
         callbacks.insert(case.place, saves)
     for callback in callbacks:

@@ -1,7 +1,6 @@
 import pytest
-import torch
 
-from distman.handler import EarlyStopping, LearningRateMonitor
+from distman.handler import EarlyStopping
 from distman.testing import ranks
 
 from .problems import make_handler, regression
@@ -29,13 +28,3 @@ def test_options_of_early_stopping():
         EarlyStopping(patience=0)
     with pytest.raises(ValueError, match="mode must be one of min, max, got 'low'"):
         EarlyStopping(mode="low")
-
-
-@ranks(1)
-def test_learning_rates_are_recorded():
-    handler = make_handler(33, lr=0.5)
-    handler.set_scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5, per="step")
-    monitor = LearningRateMonitor()
-    handler.add_callback(monitor)
-    handler.train(2)
-    assert monitor.rates == [0.5, 0.25, 0.125, 0.0625]

@@ -147,7 +147,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_buffers():
     handler.set_val_loader(regression(), batch_size=8)
     handler.train(2, non_finite="skip")
     assert handler.history["skipped"] == [1, 1]
-    assert all(loss == loss for loss in handler.val_losses)
+    assert all(loss == loss for loss in handler.history["val_loss"])
 
 
 class Embedded(nn.Module):

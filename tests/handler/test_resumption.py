@@ -21,10 +21,10 @@ from torch.utils.data import (
 from distman import DistributedManager, checkpoint, on_rank
 from distman.checkpoint import CheckpointFolder
 from distman.errors import CheckpointError, RankFailedError
-from distman.handler import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, NNHandler, Preempted
+from distman.handler import Callback, EarlyStopping, ModelCheckpoint, NNHandler, Preempted
 from distman.testing import ranks
 
-from .problems import GLOBAL_BATCH, Network, make_handler, reference, regression
+from .problems import GLOBAL_BATCH, Network, Rates, make_handler, reference, regression
 
 
 class CutOffError(Exception):
@@ -125,7 +125,7 @@ def prepare(folder, kind, *, every_steps=3, cut_at=None):
     handler.set_val_loader(regression(), batch_size=9)
     handler.add_metric("error", lambda outputs, targets: (outputs - targets).abs().mean())
     handler.add_callback(EarlyStopping(patience=100))
-    handler.add_callback(LearningRateMonitor())
+    handler.add_callback(Rates())
     if folder is not None:
         handler.auto_save(folder, every_steps=every_steps)
     if cut_at is not None:
@@ -371,13 +371,13 @@ def test_the_best_epoch_is_kept(tmp_path):
     assert path is not None
     state = checkpoint.load(path)
     assert state["training"]["epoch"] == best + 1
-    assert state["history"]["records"][-1]["val_loss"] == min(handler.val_losses)
+    assert state["history"]["records"][-1]["val_loss"] == min(handler.history["val_loss"])
     other = make_handler(8, lr=0.3)
     other.set_val_loader(regression(), batch_size=8)
     other.load(path)
-    assert other.validate()["loss"] == min(handler.val_losses)
+    assert other.validate()["loss"] == min(handler.history["val_loss"])
     other.train(6)
-    assert other.val_losses == handler.val_losses
+    assert other.history["val_loss"] == handler.history["val_loss"]
 
 
 class Scores(Callback):

@@ -37,7 +37,7 @@ def trained_handler(world_size, **kwargs):
 def test_a_density_is_learned_and_asked_for(world_size):
     handler = trained_handler(world_size)
     assert handler.history["loss"][-1] < 0.8 * handler.history["loss"][0]
-    assert all(loss == loss for loss in handler.val_losses)
+    assert all(loss == loss for loss in handler.history["val_loss"])
     drawn = handler.sample((401, 2), num_steps=50, seed=3)
     assert drawn.shape == (401, 2)
     torch.testing.assert_close(drawn.mean(0), torch.tensor([1.0, -1.0]), rtol=0, atol=0.25)
@@ -95,6 +95,6 @@ def test_validation_draws_the_same_noise_each_time_and_none_of_the_training(worl
         handler.set_val_loader(normal_samples(33), batch_size=8)
         handler.train(3, validate_every=validate_every)
         found.append(handler.history)
-        assert handler.validate() == handler.validate() == {"loss": handler.val_losses[-1]}
+        assert handler.validate() == handler.validate() == {"loss": handler.history["val_loss"][-1]}
     assert found[0]["loss"] == found[1]["loss"]
     assert found[0]["val_loss"][-1] == found[1]["val_loss"][-1]

@@ -42,7 +42,7 @@ def test_the_curve_is_that_of_ddp_and_of_one_process(world_size):
             handler = make(GLOBAL_BATCH // world_size, dtype=dtype)
             handler.set_val_loader(regression(dtype), batch_size=3)  # rank 0 has one more batch
             handler.train(3, **options)
-            curves.append((handler.train_losses, handler.val_losses, weights(handler)))
+            curves.append((handler.history["loss"], handler.history["val_loss"], weights(handler)))
         torch.testing.assert_close(curves[0], curves[1], rtol=tolerance, atol=tolerance)
         expected = reference(3, accumulate=2, clip_norm=0.5, dtype=dtype)[0]
         assert curves[1][0] == pytest.approx(expected, rel=1e-9 if dtype == torch.float64 else 1e-5)
@@ -58,8 +58,8 @@ def test_hybrid_sharding_has_the_same_curve():
     for handler in (plain, sharded):
         handler.set_val_loader(regression(num_samples=5), batch_size=3)  # nothing for ranks 2 and 3
         handler.train(2, clip_norm=0.5, accumulate=2, ema_decay=0.5)
-    assert sharded.train_losses == pytest.approx(plain.train_losses, rel=1e-12)
-    assert sharded.val_losses == pytest.approx(plain.val_losses, rel=1e-12)
+    assert sharded.history["loss"] == pytest.approx(plain.history["loss"], rel=1e-12)
+    assert sharded.history["val_loss"] == pytest.approx(plain.history["val_loss"], rel=1e-12)
 
 
 @ranks(2)
@@ -72,7 +72,7 @@ def test_weights_that_are_kept_on_the_host_are_trained_saved_and_resumed(tmp_pat
         first.save(tmp_path / "half.pt")
         second.load(tmp_path / "half.pt")
         second.train(3, **options)
-        curves.append((second.train_losses, weights(second)))
+        curves.append((second.history["loss"], weights(second)))
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-12, atol=1e-12)
 
 
@@ -202,8 +202,8 @@ def test_small_tied_and_unused_parameters_and_empty_parts():
     plain, sharded = small_handler("ddp"), small_handler("fsdp")
     for handler in (plain, sharded):
         handler.train(2, clip_norm=1.0, ema_decay=0.9)
-    torch.testing.assert_close(sharded.train_losses, plain.train_losses, rtol=1e-12, atol=0)
-    torch.testing.assert_close(sharded.val_losses, plain.val_losses, rtol=1e-12, atol=0)
+    torch.testing.assert_close(sharded.history["loss"], plain.history["loss"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(sharded.history["val_loss"], plain.history["val_loss"], rtol=1e-12, atol=0)
     assert sharded.module.last.weight is sharded.module.normed.last.weight
     predictions = sharded.predict(regression(num_samples=7), all_ranks=True)
     torch.testing.assert_close(predictions, plain.predict(regression(num_samples=7), all_ranks=True))
@@ -310,10 +310,13 @@ def test_resumed_after_any_save_it_is_the_training_that_was_never_cut_off(tmp_pa
         other = small_handler("fsdp")
         other.load(tmp_path / name)
         other.train(4, **OPTIONS)
-        assert (other.train_losses, other.val_losses) == (handler.train_losses, handler.val_losses)
+        assert (other.history["loss"], other.history["val_loss"]) == (
+            handler.history["loss"],
+            handler.history["val_loss"],
+        )
         torch.testing.assert_close(weights(other), weights(handler), rtol=0, atol=0)
     made = NNHandler.initialize_from_checkpoint(tmp_path / "folder", Small, strategy="fsdp")
-    assert (made.num_steps, made.train_losses) == (24 // world_size, handler.train_losses[:2])
+    assert (made.num_steps, made.history["loss"]) == (24 // world_size, handler.history["loss"][:2])
 
 
 @pytest.mark.torch("2.12")
@@ -408,7 +411,7 @@ def test_what_three_ranks_saved_is_resumed_by_two_and_by_one_with_either_strateg
                         handler.load(tmp_path / name)
                         torch.testing.assert_close(weights(handler), expected, rtol=0, atol=0)
                         handler.train(2, **OPTIONS)
-                        curves.append((handler.train_losses, handler.val_losses))
+                        curves.append((handler.history["loss"], handler.history["val_loss"]))
                 torch.testing.assert_close(curves, [curves[0]] * 4, rtol=1e-12, atol=0)
                 assert [*load(tmp_path / "file.pt")["model"]["module"]] == [*Small().state_dict()]
                 if rank == 0:

@@ -211,7 +211,7 @@ def test_a_loader_of_a_stream_trains(has_length, progress):
     handler.set_val_loader(DataLoader(Endless(has_length=has_length), batch_size=16))
     handler.train(2, progress=progress)
     assert handler.num_steps == 2 * 5
-    assert handler.validate()["loss"] == pytest.approx(handler.val_losses[-1])
+    assert handler.validate()["loss"] == pytest.approx(handler.history["val_loss"][-1])
 
 
 @ranks(1)

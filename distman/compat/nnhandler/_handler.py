@@ -63,10 +63,6 @@ class NNHandler:
     ema = _part_of("distman.ema_module", "The model with the moving average of the weights; None without one.")
     optimizer = _part_of("_optimizer", "The optimizer.")
     scheduler = _part_of("_scheduler", "The scheduler of the learning rate.")
-    train_losses = _train_losses = _part_of("distman.train_losses", "Mean training loss of each epoch.")
-    val_losses = _val_losses = _part_of(
-        "distman.val_losses", "Mean validation loss of each epoch; NaN for epochs without validation."
-    )
     _rank = _part_of("_manager.rank")
     _world_size = _part_of("_manager.world_size")
     _distributed = _part_of("_manager.distributed")
@@ -414,6 +410,18 @@ class NNHandler:
             if self.overwrite_last_saved and self._last_saved not in (None, path) and self._rank == 0:
                 Path(self._last_saved or path).unlink(missing_ok=True)
             self._last_saved = path
+
+    @property
+    def train_losses(self) -> list[float]:
+        """Mean training loss of each epoch."""
+        return self.distman.history["loss"]
+
+    @property
+    def val_losses(self) -> list[float]:
+        """Mean validation loss of each epoch; NaN for epochs without validation."""
+        return self.distman.history["val_loss"]
+
+    _train_losses, _val_losses = train_losses, val_losses
 
     @property
     def train_metrics_history(self) -> dict[str, list[float]]:

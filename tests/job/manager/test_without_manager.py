@@ -136,9 +136,9 @@ ASKS_NOBODY = {
     *("EvaluationLoader", "TrainingLoader", "Hdf5Dataset", "PendingSave", "FusedWork", "GroupLike", "random_stream"),
     *("SDE", "VarianceExploding", "VariancePreserving", "denoising_loss", "guided_score", "score"),
     *("ParallelExecutor", "as_cpu", "parallelize_on_gpus", "initialize_ddp"),
-    *("Callback", "EarlyStopping", "History", "LearningRateMonitor", "ModelCheckpoint", "NNHandler", "Preempted"),
+    *("Callback", "EarlyStopping", "History", "ModelCheckpoint", "NNHandler", "Preempted"),
     "ReplicaCheck",
-    *("Tracker", "JsonLinesTracker", "MLflowTracker", "TensorBoardTracker", "WandbTracker", "Profiler", "TakenWeights"),
+    *("Tracker", "JsonLinesTracker", "MLflowTracker", "TensorBoardTracker", "WandbTracker", "TakenWeights"),
 }
 
 
