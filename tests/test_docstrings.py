@@ -2,7 +2,7 @@
 
 An example is needed by every public class and function, and by every method with arguments. Properties and methods
 without arguments are covered by the example of their class; what overrides a method of a public base, by that base;
-methods of a protocol, which others write, by the protocol's.
+methods without a body, which others write, by their class's. Its docstring says what all events of a training get.
 """
 
 import doctest
@@ -37,7 +37,7 @@ def parameters(value):
     """The names of a function's parameters; of a class those that its own ``__init__`` takes."""
     function = inspect.unwrap(value.__init__ if inspect.isclass(value) else value)
     own = inspect.signature(function).parameters if inspect.isfunction(function) else {}
-    return [name for name in own if name not in ("self", "cls")]
+    return [name for name in own if name not in ("self", "cls", "handler")]
 
 
 def section(docstring, title):
@@ -70,8 +70,12 @@ def public_bases(cls):
 def needs_example(name, value):
     if inspect.isclass(value) or "." not in value.__qualname__:
         return True
-    is_for_others_to_write = getattr(owner_of(name, value), "_is_protocol", False)
+    is_for_others_to_write = inspect.unwrap(value).__code__.co_code == without_body.__code__.co_code
     return bool(parameters(value)) and not overrides(name, value) and not is_for_others_to_write
+
+
+def without_body():
+    """Do nothing."""
 
 
 def is_function(value):

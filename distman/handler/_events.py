@@ -18,7 +18,7 @@ P = ParamSpec("P")
 
 
 class Callback:
-    """The events of a training, one method each, called on every rank; override those that you need.
+    """The events of a training, one method each, called on every rank with the handler; override those that you need.
 
     An exception in a callback ends the training on all ranks. A method that communicates must do so on all ranks. Write
     files or print on one rank only: see :func:`distman.on_rank`.
@@ -38,14 +38,6 @@ class Callback:
         """Called before the first epoch, and before the first one of a resumed run.
 
         Local.
-
-        Args:
-            handler: The handler.
-
-        Example:
-            >>> class Size(Callback):
-            ...     def on_train_begin(self, handler):
-            ...         self.num_parameters = sum(one.numel() for one in handler.module.parameters())
         """
 
     def on_epoch_begin(self, handler: NNHandler, epoch: int) -> None:
@@ -54,13 +46,7 @@ class Callback:
         Local.
 
         Args:
-            handler: The handler.
             epoch: Index of the epoch, starting at 0.
-
-        Example:
-            >>> class LessNoise(Callback):
-            ...     def on_epoch_begin(self, handler, epoch):
-            ...         handler.module.noise = 0.9**epoch
         """
 
     def on_train_batch_start(self, handler: NNHandler, batch: Any) -> None:
@@ -69,15 +55,8 @@ class Callback:
         Local.
 
         Args:
-            handler: The handler.
             batch: This rank's batch, as the loader returned it; where the rank has none left, an earlier one, which
                 does not count.
-
-        Example:
-            >>> class Noise(Callback):
-            ...     def on_train_batch_start(self, handler, batch):
-            ...         inputs, _ = batch
-            ...         inputs += 0.1 * torch.randn_like(inputs)
         """
 
     def on_before_backward(self, handler: NNHandler, loss: torch.Tensor) -> None:
@@ -86,13 +65,7 @@ class Callback:
         Local.
 
         Args:
-            handler: The handler.
             loss: This rank's mean loss over the batch, shape ``()``.
-
-        Example:
-            >>> class Graph(Callback):
-            ...     def on_before_backward(self, handler, loss):
-            ...         self.last = loss.grad_fn.name()
         """
 
     def on_after_backward(self, handler: NNHandler) -> None:
@@ -100,14 +73,6 @@ class Callback:
 
         Local. The gradients are those of the step's batches so far, of all ranks after the last one, multiplied by the
         scale of the loss with ``amp="fp16"``.
-
-        Args:
-            handler: The handler.
-
-        Example:
-            >>> class Used(Callback):
-            ...     def on_after_backward(self, handler):
-            ...         self.num_used = sum(one.grad is not None for one in handler.module.parameters())
         """
 
     def on_train_batch_end(self, handler: NNHandler, batch: Any, loss: torch.Tensor) -> None:
@@ -116,15 +81,8 @@ class Callback:
         Local.
 
         Args:
-            handler: The handler.
             batch: See :meth:`on_train_batch_start`.
             loss: This rank's mean loss over the batch, detached. Reading it waits for the GPU.
-
-        Example:
-            >>> class Largest(Callback):
-            ...     loss = torch.tensor(0.0)
-            ...     def on_train_batch_end(self, handler, batch, loss):
-            ...         self.loss = torch.maximum(self.loss, loss)  # without reading it
         """
 
     def on_before_optimizer_step(self, handler: NNHandler) -> None:
@@ -132,9 +90,6 @@ class Callback:
 
         Local. The gradient is that of the mean loss over the samples of all ranks, and may be changed, on all ranks
         alike.
-
-        Args:
-            handler: The handler.
 
         Example:
             >>> class WithoutMean(Callback):
@@ -148,7 +103,6 @@ class Callback:
         Local.
 
         Args:
-            handler: The handler.
             step: Number of the step, counted over all epochs, starting at 1.
 
         Example:
@@ -164,31 +118,17 @@ class Callback:
         Local. They are read from the GPU together, and only where a callback overrides this: the host waits once.
 
         Args:
-            handler: The handler.
             records: For each step, the same on all ranks: ``step``; ``epoch``; ``loss``, the mean over the samples of
                 all ranks, or such a mean of each number that a step of your own returns; ``lr``, or ``lr_`` and the
                 name of each optimizer; ``grad_norm``, before clipping, unless ``non_finite="ignore"`` without
                 ``clip_norm``; ``samples_per_second`` of all ranks, and ``waiting``, the share of the time that the rank
                 that waited longest waited for its batches. The last two are means over these steps.
-
-        Example:
-            >>> class Spikes(Callback):
-            ...     def on_step_records(self, handler, records):
-            ...         self.steps = [record["step"] for record in records if record["grad_norm"] > 100]
         """
 
     def on_validation_start(self, handler: NNHandler) -> None:
         """Called before a validation of the training, after an epoch or within it.
 
         Local.
-
-        Args:
-            handler: The handler.
-
-        Example:
-            >>> class Clock(Callback):
-            ...     def on_validation_start(self, handler):
-            ...         self.started = time.perf_counter()
         """
 
     def on_validation_end(self, handler: NNHandler, record: Record) -> None:
@@ -197,16 +137,9 @@ class Callback:
         Local.
 
         Args:
-            handler: The handler.
             record: The results, the same on all ranks. Within an epoch, see ``validate_every_steps`` of
                 :meth:`NNHandler.train`, it has a ``step``, and values added to it become part of
                 ``history.validations``; after one it is the record of the epoch, which :meth:`on_epoch_end` gets too.
-
-        Example:
-            >>> class Overfit(Callback):
-            ...     def on_validation_end(self, handler, record):
-            ...         if record["val_loss"] > 10:
-            ...             handler.stop(f"diverged by step {handler.num_steps}")
         """
 
     def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
@@ -215,7 +148,6 @@ class Callback:
         Local.
 
         Args:
-            handler: The handler.
             record: The results of the epoch, the same on all ranks; values added to it become part of the history.
 
         Example:
@@ -228,14 +160,6 @@ class Callback:
         """Called after the last epoch.
 
         Local.
-
-        Args:
-            handler: The handler.
-
-        Example:
-            >>> class Plot(Callback):
-            ...     def on_train_end(self, handler):
-            ...         handler.plot_losses("loss.png")
         """
 
     def on_exception(self, handler: NNHandler, error: BaseException) -> None:
@@ -244,13 +168,7 @@ class Callback:
         Local. It must not communicate: other ranks may not get here.
 
         Args:
-            handler: The handler.
             error: What is being raised; :class:`Preempted` if the job was asked to stop.
-
-        Example:
-            >>> class Notes(Callback):
-            ...     def on_exception(self, handler, error):
-            ...         print(f"step {handler.num_steps}: {error}")
         """
 
     def state_dict(self) -> dict[str, Any]:

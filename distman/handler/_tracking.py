@@ -90,15 +90,6 @@ class Tracker(Callback, abc.ABC):
         Args:
             run: Name of the run.
             step: Number of steps taken so far. What an earlier program has written of later ones is done again.
-
-        Example:
-            >>> class Files(Tracker):
-            ...     def open(self, run, step):
-            ...         self.file = open(f"{run}.txt", "a")
-            ...     def write(self, kind, records):
-            ...         self.file.write(f"{kind}: {records}")
-            ...     def close(self, status):
-            ...         self.file.close()
         """
 
     @abc.abstractmethod
@@ -110,11 +101,6 @@ class Tracker(Callback, abc.ABC):
         Args:
             kind: ``"step"``, see :meth:`Callback.on_step_records`; ``"validation"``, one within an epoch; ``"epoch"``.
             records: The numbers by name. ``step`` is the number of the latest step.
-
-        Example:
-            >>> class Print(Tracker):
-            ...     def write(self, kind, records):
-            ...         print(kind, records)
         """
 
     @abc.abstractmethod
@@ -125,11 +111,6 @@ class Tracker(Callback, abc.ABC):
 
         Args:
             status: ``"finished"``, ``"preempted"`` if the job was asked to stop, or ``"failed"``.
-
-        Example:
-            >>> class Print(Tracker):
-            ...     def close(self, status):
-            ...         print(status)
         """
 
     def on_train_begin(self, handler: NNHandler) -> None:
