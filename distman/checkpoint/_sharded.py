@@ -51,10 +51,6 @@ def save_sharded(
 def save_sharded(state: dict[str, Any], path: str | os.PathLike[str], *, background: Literal[True]) -> PendingSave: ...
 
 
-@overload
-def save_sharded(state: dict[str, Any], path: str | os.PathLike[str], *, background: bool) -> PendingSave | None: ...
-
-
 def save_sharded(
     state: dict[str, Any], path: str | os.PathLike[str], *, background: bool = False
 ) -> PendingSave | None:

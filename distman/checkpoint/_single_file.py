@@ -63,10 +63,6 @@ def save(
 def save(state: object, path: str | os.PathLike[str], *, background: Literal[True]) -> PendingSave: ...
 
 
-@overload
-def save(state: object, path: str | os.PathLike[str], *, background: bool) -> PendingSave | None: ...
-
-
 def save(
     state: object, path: str | os.PathLike[str], *, background: bool = False, local: bool = False
 ) -> PendingSave | None:

@@ -151,7 +151,7 @@ def _reader(dataset: Dataset[Any]) -> Callable[[range], Any]:
     if isinstance(dataset, TensorDataset):
         return lambda chunk: tuple(tensor[chunk.start : chunk.stop] for tensor in dataset.tensors)
     if isinstance(dataset, Hdf5Dataset):
-        return dataset.read
+        return lambda chunk: tuple(torch.as_tensor(data[chunk.start : chunk.stop]) for data in dataset.arrays())
     return lambda chunk: default_collate([dataset[index] for index in chunk])
 
 

@@ -119,48 +119,19 @@ class DistributedStream(IterableDataset[Any]):
         return of_rank if worker is None else _share(of_rank, worker.id, worker.num_workers)
 
 
-class StatefulDistributedStream(DistributedStream):
+class _StatefulStream(DistributedStream):
     """A stream that has ``state_dict`` and ``load_state_dict``, so that a position in it is restored without reading.
 
     Its shards, if it has any, need these methods too.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the latest sample that was read in this process.
-
-        Local.
-        """
+        """Return the position after the latest sample that was read in this process."""
         part, taken, restored = self._reached
         return {"part": part, "taken": taken, "own": restored if self._source is None else self._source.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration continue from a position, saved by the same rank and worker among as many.
-
-        Local.
-
-        Args:
-            state: From :meth:`state_dict`.
-
-        Example on two ranks:
-            >>> class Numbers:
-            ...     start = 0
-            ...     def __iter__(self):
-            ...         while self.start < 5:
-            ...             self.start += 1
-            ...             yield self.start - 1
-            ...     def state_dict(self):
-            ...         return {"start": self.start}
-            ...     def load_state_dict(self, state):
-            ...         self.start = state["start"]
-            >>> stream = distributed_stream(Numbers())
-            >>> read = iter(stream)
-            >>> all_gather_objects(next(read))
-            [0, 1]
-            >>> resumed = distributed_stream(Numbers())
-            >>> resumed.load_state_dict(stream.state_dict())
-            >>> all_gather_objects([*resumed])
-            [[2, 4], [3]]
-        """
+        """Let the next iteration continue from a position, saved by the same rank and worker among as many."""
         self._begin = self._reached = (state["part"], state["taken"], state["own"])
         self._source = None
 
@@ -217,7 +188,7 @@ def distributed_stream(dataset: Iterable[Any], *, group: GroupLike = None) -> Di
             f"dataset must have num_shards if it has shard(), got {type(dataset).__name__}. Add the number of shards."
         )
     is_stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-    return (StatefulDistributedStream if is_stateful else DistributedStream)(dataset, group=group)
+    return (_StatefulStream if is_stateful else DistributedStream)(dataset, group=group)
 
 
 def _share(parts: Sequence[_Part], index: int, size: int) -> list[_Part]:

@@ -55,26 +55,6 @@ class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
 
-    def read(self, rows: range) -> tuple[torch.Tensor, ...]:
-        """Return consecutive samples as one batch, reading no others.
-
-        Local.
-
-        Args:
-            rows: Indices of the samples, one after another.
-
-        Returns:
-            For each of the datasets a tensor, shape ``(len(rows), *)``.
-
-        Example:
-            >>> import h5py
-            >>> with h5py.File("flow.h5", "w") as file:
-            ...     file["labels"] = [5, 6, 7, 8]
-            >>> Hdf5Dataset("flow.h5", ["labels"]).read(range(1, 3))
-            (tensor([6, 7]),)
-        """
-        return tuple(torch.as_tensor(data[rows.start : rows.stop]) for data in self.arrays())
-
     def arrays(self) -> list[Any]:
         """Return the datasets of h5py as this process has opened them.
 
