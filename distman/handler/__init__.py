@@ -14,8 +14,7 @@ from distman.handler._events import Callback
 from distman.handler._history import History
 from distman.handler._nn_handler import NNHandler
 from distman.handler._objective import evaluating as evaluating
-from distman.handler._trackers import JsonLinesTracker, MLflowTracker, TensorBoardTracker, WandbTracker
-from distman.handler._tracking import Tracker
+from distman.handler._tracking import JsonLinesTracker, MLflowTracker, TensorBoardTracker, Tracker, WandbTracker
 from distman.handler._warm_start import TakenWeights
 from distman.training import Stepper
 

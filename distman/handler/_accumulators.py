@@ -1,24 +1,28 @@
-"""Sums of losses and metrics over batches, which are turned into means over the samples of all ranks."""
+"""The numbers of batches: summed into means over the samples of all ranks, of an epoch and of each step."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from distman._base import timing
 from distman._torch_internals import tree_map
-from distman.collectives import all_gather_objects, fused_all_reduce, gather_objects
-from distman.decorators import on_rank
-from distman.handler._nested import join, on_host
+from distman.collectives import all_gather_objects, fused_all_reduce
+from distman.handler._history import Record
 from distman.handler._objective import Outcome
 from distman.manager import DistributedManager
+from distman.training import Step
 
 MetricFunction = Callable[[Any, Any], float | torch.Tensor]
 _OF_THE_RECORD = ("epoch", "step", "lr", "seconds", "skipped")
+
+_MOST_UNREAD = 32  # steps from one reading to the next, for each of which the host waits for the GPU
 
 
 @runtime_checkable
@@ -35,12 +39,7 @@ class StatefulMetric(Protocol):
         """Return the metric over the samples of all ranks. Collective."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Metric:
-    """A function of outputs and targets that returns the mean over their samples, or a stateful metric."""
-
-    measure: MetricFunction | StatefulMetric
-    needs_all: bool = False
+Metric = MetricFunction | StatefulMetric
 
 
 class Accumulators:
@@ -55,19 +54,15 @@ class Accumulators:
 
     may_lack = False  # whether NaN stands for a number that a batch lacks
 
-    def __init__(self, metrics: Mapping[str, Metric], *, keeps_all: bool = False) -> None:
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self._by_batch: dict[str, MetricFunction] = {}
         self._stateful: dict[str, StatefulMetric] = {}
-        self._over_all: dict[str, MetricFunction] = {}
         for name, metric in metrics.items():
-            if isinstance(metric.measure, StatefulMetric):
-                self._stateful[name] = _gathering(copy.deepcopy(metric.measure))
+            if isinstance(metric, StatefulMetric):
+                self._stateful[name] = _gathering(copy.deepcopy(metric))
                 self._stateful[name].reset()
-            elif not metric.needs_all:
-                self._by_batch[name] = metric.measure
-            elif keeps_all:
-                self._over_all[name] = metric.measure
-        self._kept: list[tuple[Any, Any]] = []
+            else:
+                self._by_batch[name] = metric
         self.names = ["loss", *self._by_batch]
         self.sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=DistributedManager().device)
 
@@ -84,7 +79,7 @@ class Accumulators:
     def measure(self, outcome: Outcome, num_samples: int) -> torch.Tensor:
         """Return loss and metrics of a batch, shape ``(names,)``; only the loss if none of its samples count."""
         loss = outcome.loss.detach().reshape(1)
-        if not num_samples or not (self._by_batch or self._stateful or self._over_all):
+        if not num_samples or not (self._by_batch or self._stateful):
             return loss
         return self._measure_all(loss, outcome)
 
@@ -93,8 +88,6 @@ class Accumulators:
         outputs, targets = tree_map(_detached, (outcome.outputs, outcome.targets))
         for stateful in self._stateful.values():
             stateful.update(outputs, targets)
-        if self._over_all:
-            self._kept.append(on_host((outputs, targets)))
         values = [as_number(name, measure(outputs, targets)) for name, measure in self._by_batch.items()]
         return torch.cat([loss.double(), *[value.to(loss.device) for value in values]]) if values else loss
 
@@ -116,22 +109,7 @@ class Accumulators:
         means = dict(zip(self.names, (total / num).tolist(), strict=True))
         for name, stateful in self._stateful.items():
             means |= _by_name(name, stateful.compute())
-        return means | self._compute_over_all()
-
-    def _compute_over_all(self) -> dict[str, float]:
-        if not self._over_all:
-            return {}
-        everyone = gather_objects(self._kept)
-
-        @on_rank(0, broadcast=True)
-        def measure_all() -> dict[str, float]:
-            pairs = [pair for kept in everyone or [] for pair in kept]
-            if not pairs:
-                return dict.fromkeys(self._over_all, math.nan)
-            outputs, targets = join([(None, pair) for pair in pairs])
-            return {name: float(measure(outputs, targets)) for name, measure in self._over_all.items()}
-
-        return measure_all() or {}
+        return means
 
 
 class Numbers(Accumulators):
@@ -217,3 +195,84 @@ def _checked(name: object) -> str:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class TakenStep:
+    """A step: what is known of it, its batches, this rank's numbers, and the gradient's norm, if an option needs it."""
+
+    record: Record
+    batches: Sequence[Step]
+    numbers: Mapping[str, Sequence[torch.Tensor]]
+    norm: torch.Tensor | None
+    may_lack: bool
+
+
+class StepRecords:
+    """Keeps the numbers of each step until they are due, and returns them, the same on all ranks."""
+
+    def __init__(self, *, are_kept: bool) -> None:
+        self.are_kept = are_kept
+        self._unread: list[TakenStep] = []
+        self._num_until_due = 1
+        self._since = time.perf_counter()
+        self._seconds = self._waited = 0.0
+
+    @property
+    def are_due(self) -> bool:
+        """Whether it is time to read them, on all ranks alike."""
+        return len(self._unread) >= self._num_until_due
+
+    def resume(self) -> None:
+        """Count time from now on again: what went before was no training."""
+        self._since = time.perf_counter()
+
+    def wait(self, seconds: float) -> None:
+        self._waited += seconds
+
+    def add(self, step: TakenStep) -> None:
+        now = time.perf_counter()
+        self._seconds, self._since = self._seconds + now - self._since, now
+        self._unread.append(step)
+
+    def take(self) -> list[Record]:
+        """Return the numbers of all steps since the last call. Collective; waits for the device."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return []
+        device = DistributedManager().device
+        own = {name: torch.tensor(sums, dtype=torch.float64, device=device) for name, sums in _own_sums(unread).items()}
+        means = {name: (sums / counts).tolist() for name, (sums, counts) in fused_all_reduce(own).items()}
+        times = torch.tensor([self._seconds, self._waited], dtype=torch.float64, device=device)
+        seconds, waited = fused_all_reduce(times, op="MAX").tolist()  # all ranks wait for the slowest
+        self._seconds = self._waited = 0.0
+        self._num_until_due = max(1, min(_MOST_UNREAD, int(timing.NUMBERS_UNREAD * len(unread) / seconds)))
+        num_samples = sum(batch.num_total for one in unread for batch in one.batches)
+        norms = _read([one.norm for one in unread if one.norm is not None])
+        rates = {"samples_per_second": num_samples / seconds, "waiting": waited / seconds}
+        return [
+            one.record
+            | {name: values[index] for name, values in means.items()}
+            | ({} if one.norm is None else {"grad_norm": norms.pop(0)})
+            | rates
+            for index, one in enumerate(unread)
+        ]
+
+
+def _own_sums(unread: Sequence[TakenStep]) -> dict[str, tuple[list[float], list[int]]]:
+    """Return by name, for each step, the sum of a number over this rank's samples, and how many these are."""
+    read = iter(_read([value for one in unread for values in one.numbers.values() for value in values]))
+    own: dict[str, tuple[list[float], list[int]]] = {name: ([], []) for name in unread[0].numbers}
+    for one in unread:
+        for name in one.numbers:
+            parts = [(next(read), batch.num_own) for batch in one.batches]
+            counted = [(value, num) for value, num in parts if num and not (one.may_lack and math.isnan(value))]
+            sums, counts = own[name]
+            sums.append(sum(value * num for value, num in counted))
+            counts.append(sum(num for _, num in counted))
+    return own
+
+
+def _read(numbers: Sequence[torch.Tensor]) -> list[float]:
+    values: list[float] = torch.stack([one.reshape(()) for one in numbers]).tolist() if numbers else []
+    return values

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distman._base.arguments import check_number
 from distman.checkpoint import CheckpointFolder, check_writable
+from distman.handler._archive import save_in
 from distman.handler._events import Callback
 from distman.handler._history import Record, sign_of
-from distman.handler._sharded_state import save_in
 from distman.manager import DistributedManager
 
 if TYPE_CHECKING:

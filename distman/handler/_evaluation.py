@@ -1,21 +1,30 @@
-"""Evaluation of a model on a dataset distributed over the ranks: each sample once, in order, without padding."""
+"""Evaluation of a model on a dataset that is distributed over the ranks, and predictions, one for each sample."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from distman._coordination.wait_scope import collective
+from distman._torch_internals import tree_flatten, tree_map, tree_unflatten
 from distman.collectives import gather_objects
 from distman.data import EvaluationLoader
 from distman.decorators import on_rank
 from distman.handler._accumulators import Accumulators, Metric
-from distman.handler._nested import Pad, checked, join, on_host
 from distman.handler._objective import Objective, evaluating
 from distman.manager import DistributedManager
 from distman.training import NumSamples, check_loss, count_samples, counted, drawn_numbers, to_device
+
+Pad = Callable[[list[torch.Tensor]], Any]
+_PARTS = torch.Tensor, np.ndarray, Mapping, list, tuple, type(None)
+"""What the outputs of a model are made of, other than values of single samples."""
+
+_Part = tuple[int | None, Any]
+"""The number of samples in a batch, None if unknown, and a part of its outputs."""
 
 
 @collective
@@ -30,7 +39,7 @@ def evaluate(
     num_samples: NumSamples | None = None,
 ) -> dict[str, float]:
     """Return the loss and the metrics over all samples, the same on all ranks. Collective."""
-    accumulators = Accumulators(metrics, keeps_all=True)
+    accumulators = Accumulators(metrics)
     with evaluating(model, dtype):
         plan = _plan_of(batches) if isinstance(batches, EvaluationLoader) and num_samples is None else None
         for index, batch in enumerate(batches):
@@ -85,3 +94,113 @@ def _num_in(batch: Any) -> int:
     tensors = [one for one in parts if isinstance(one, torch.Tensor) and one.ndim]
     lists = [one for one in parts if isinstance(one, list | tuple)]
     return len([*tensors, *lists][0]) if tensors or lists else count_samples(batch)
+
+
+class _Samples(list[torch.Tensor]):
+    """The samples of a nested tensor."""
+
+
+def join(batches: Sequence[_Part], pad: Pad | None = None) -> Any:
+    """Join the outputs of batches, of one structure; return None if there are none."""
+    if not batches:
+        return None
+    flat = [tree_flatten(outputs, is_leaf=_is_sequence) for _, outputs in batches]
+    _check_same([structure for _, structure in flat])
+    columns = zip(
+        *([(num, leaf) for leaf in leaves] for (num, _), (leaves, _) in zip(batches, flat, strict=True)), strict=True
+    )
+    return tree_unflatten([_join_leaves([*column], pad) for column in columns], flat[0][1])
+
+
+def on_host(tree: Any) -> Any:
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return _Samples(one.cpu() for one in leaf.unbind()) if leaf.is_nested else leaf.cpu()
+
+    return tree_map(move, tree)
+
+
+def checked(num: int | None, entries: Any) -> Any:
+    """Return entries that are one for each sample."""
+    is_sequence = hasattr(entries, "__len__") and not isinstance(entries, str | Mapping)
+    if num is None or (is_sequence and getattr(entries, "shape", None) != () and len(entries) == num):
+        return entries
+    found = f"a {_kind(entries)}" + (f" of shape {tuple(entries.shape)}" if hasattr(entries, "shape") else "")
+    found += f" of {len(entries)}" if _is_sequence(entries) else ""
+    raise ValueError(
+        f"outputs must have one entry for each sample, got {found} for a batch of {num}. Return tensors with the "
+        "samples in their first dim, or lists of one entry for each; or pass samples=, a function that makes such a "
+        "list of the outputs of a batch."
+    )
+
+
+def _join_leaves(column: Sequence[_Part], pad: Pad | None) -> Any:
+    _check_same([_kind(leaf) if _is_sequence(leaf) else "no list" for _, leaf in column])
+    if _is_sequence(column[0][1]):
+        return _join_sequences(column, pad)
+    if all(leaf is None for _, leaf in column):
+        return None
+    if not all(isinstance(leaf, torch.Tensor | np.ndarray) for _, leaf in column):
+        return _rows([checked(num, leaf) if _has_samples(num, leaf) else [leaf] for num, leaf in column])
+    leaves = [leaf if leaf.ndim or num not in (1, None) else leaf.reshape(1) for num, leaf in column]
+    return _join_tensors([checked(num, one) for (num, _), one in zip(column, leaves, strict=True)], pad)
+
+
+def _join_tensors(tensors: Sequence[Any], pad: Pad | None) -> Any:
+    if any(isinstance(one, np.ndarray) for one in tensors):
+        return np.concatenate(tensors) if len({one.shape[1:] for one in tensors}) == 1 else _rows(tensors)
+    if len({one.shape[1:] for one in tensors}) == 1:
+        return torch.cat([*tensors])
+    return _rows(tensors) if pad is None else pad(_rows(tensors))
+
+
+def _rows(batches: Sequence[Any]) -> list[Any]:
+    return [*itertools.chain(*batches)]
+
+
+def _join_sequences(column: Sequence[_Part], pad: Pad | None) -> Any:
+    """Join lists, or tuples, of one entry per sample, or of several outputs, whichever these are."""
+    sequences = [one for _, one in column]
+    are_samples = all(num is None or len(one) == num for num, one in column)
+    entries = [entry for one in sequences for entry in one]
+    is_outputs = bool(entries) and all(isinstance(one, _PARTS) for one in entries)
+    if not is_outputs or (are_samples and any(isinstance(one, Mapping) for one in entries)):
+        return _rows([checked(num, one) for num, one in column])
+    if are_samples and len({len(one) for one in sequences}) > 1:
+        return entries
+    try:
+        _check_same([f"a {_kind(one)} of {len(one)}" for one in sequences])
+        parts = [join([(num, one[index]) for num, one in column], pad) for index in range(len(sequences[0]))]
+    except ValueError:
+        if are_samples and column[0][0] is not None:
+            return entries
+        raise
+    if are_samples and column[0][0] is not None and isinstance(sequences[0], list):
+        raise ValueError(
+            f"a list must have one entry for each sample, or be one of several outputs, got one of {len(parts)} for "
+            f"batches of {column[0][0]}, which may be either. Return a tuple of outputs; or pass samples=list if it "
+            "has the samples."
+        )
+    return type(sequences[0])(parts)
+
+
+def _check_same(structures: Sequence[object]) -> None:
+    if any(one != structures[0] for one in structures):
+        found = sorted({str(one) for one in structures})
+        raise ValueError(
+            f"all batches must have the same structure, got {' and '.join(found)}. Return the same structure for each "
+            "batch."
+        )
+
+
+def _is_sequence(node: object) -> bool:
+    return type(node) in (list, tuple)
+
+
+def _has_samples(num: int | None, leaf: object) -> bool:
+    return isinstance(leaf, _Samples) or num not in (1, None)
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

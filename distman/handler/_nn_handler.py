@@ -18,16 +18,16 @@ from distman._job.device import resolve_device
 from distman.checkpoint import CheckpointFolder, check_writable
 from distman.data import generators_preserved
 from distman.errors import DistmanError
-from distman.handler._accumulators import Metric, MetricFunction, StatefulMetric
-from distman.handler._archive import Archive, AutoSave, read_checkpoint, saved_arguments
+from distman.handler._accumulators import MetricFunction, StatefulMetric
+from distman.handler._archive import Archive, AutoSave, read_checkpoint, saved_arguments, whole
 from distman.handler._callbacks import ModelCheckpoint
 from distman.handler._evaluation import evaluate, predict
 from distman.handler._events import Callback, Events
 from distman.handler._history import History
 from distman.handler._objective import Forward, LossFunction, ScoreBased, Supervised, default_forward, make_sde
 from distman.handler._reporting import LoggerMode, Reporter, plot_history
-from distman.handler._scheduling import Scheduling
 from distman.handler._setup import (
+    Scheduling,
     Setup,
     StepFunction,
     check_factory,
@@ -37,7 +37,6 @@ from distman.handler._setup import (
     make_loader,
     required,
 )
-from distman.handler._sharded_state import whole
 from distman.handler._tracking import Tracker
 from distman.handler._training import Limits, Training
 from distman.handler._warm_start import TakenWeights, take_weights
@@ -478,7 +477,7 @@ class NNHandler:
         """
         self._setup.val_data = make_loader("set_val_loader", data, loader_kwargs, cached=cached, evaluation=True)
 
-    def add_metric(self, name: str, metric: MetricFunction | StatefulMetric, *, needs_all: bool = False) -> None:
+    def add_metric(self, name: str, metric: MetricFunction | StatefulMetric) -> None:
         """Measure something besides the loss, in training and in validation.
 
         Local.
@@ -487,8 +486,6 @@ class NNHandler:
             name: Its name in the history. In validation ``val_`` is put before it, so it must not begin with that.
             metric: Takes outputs and targets, and returns the mean over their samples; or a metric of torchmetrics.
                 Those of a collection are named by this name, an underscore, and their own.
-            needs_all: Call it once, on rank 0, with all outputs and targets of a validation instead of batch by batch:
-                for metrics that are not a mean over samples.
 
         Raises:
             ValueError: The name is taken.
@@ -503,7 +500,7 @@ class NNHandler:
         """
         if name in self._setup.metrics or name in _RESERVED_NAMES or name.startswith("val_"):
             raise ValueError(f"name must be a new one, got {name!r}. Choose another, or call clear_metrics() first.")
-        self._setup.metrics[name] = Metric(metric, needs_all)
+        self._setup.metrics[name] = metric
 
     def clear_metrics(self) -> None:
         """Remove all metrics; only the loss is measured.

@@ -5,17 +5,22 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib.util
+import json
+import math
+import os
 import queue
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from distman._base import timing
 from distman._base.log import logger
 from distman._base.text import printable
-from distman.handler._archive import Preempted
+from distman.handler._archive import EXIT_CODE, Preempted
 from distman.handler._events import Callback
 from distman.handler._history import Record, as_numbers
 from distman.manager import DistributedManager
@@ -30,6 +35,10 @@ _MOST_WAITING = 1000
 """Calls that a tracker may have before it, of up to 32 steps each: minutes of training, and some megabytes."""
 
 _NOT_IN_NAMES = frozenset("/\\'\"`")
+
+_TAG = "distman.run"  # the tag by which a resumed training finds its run: MLflow chooses the ids of runs itself
+_STATUS_OF_MLFLOW = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+_EXIT_CODES = {"finished": 0, "preempted": EXIT_CODE, "failed": 1}
 
 
 class Tracker(Callback, abc.ABC):
@@ -223,3 +232,224 @@ def curves(kind: Kind, record: Record) -> dict[str, float]:
 def check_installed(package: str, tracker: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ImportError(f"{tracker} needs {package}, which is not installed. Run pip install {package}.")
+
+
+class JsonLinesTracker(Tracker):
+    """Appends a line of JSON to a file for each step, validation within an epoch, and epoch.
+
+    A line has the ``run``, the ``kind``, one of ``"step"``, ``"validation"`` and ``"epoch"``, the ``step``, and the
+    other numbers, null for those that are not finite. A resumed run first cuts off its lines of the steps that it does
+    again.
+
+    Args:
+        path: The file. Folders above it are made.
+        run: Name of the run; None makes one. A resumed training goes on with the run of its checkpoint.
+
+    Example:
+        >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+        >>> handler.set_optimizer(torch.optim.SGD, lr=0.5)
+        >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
+        >>> handler.set_train_loader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=4)
+        >>> handler.add_callback(JsonLinesTracker("numbers.jsonl", run="first"))
+        >>> history = handler.train(1)
+        >>> with open("numbers.jsonl") as file:
+        ...     print(file.read())
+        {"run": "first", "kind": "step", "step": 1, "epoch": 0, "lr": 0.5, "loss": ..., "waiting": ...}
+        ...
+        {"run": "first", "kind": "epoch", "step": 2, "epoch": 0, "loss": ..., "lr": 0.5, ...}
+        <BLANKLINE>
+    """
+
+    def __init__(self, path: str | os.PathLike[str], run: str | None = None) -> None:
+        super().__init__(run)
+        self._path = Path(path)
+        self._of_run: dict[str, str] = {}
+
+    def open(self, run: str, step: int) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.is_file():
+            os.truncate(self._path, _length_until(self._path, run, step))
+        self._of_run = {"run": run}
+
+    def write(self, kind: Kind, records: Sequence[Record]) -> None:
+        lines = [self._of_run | {"kind": kind} | _as_json(record) for record in records]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+
+    def close(self, status: Status) -> None:
+        pass  # all has been written
+
+
+class TensorBoardTracker(Tracker):
+    """Writes curves for TensorBoard, which ``tensorboard --logdir FOLDER`` shows.
+
+    Each run has a folder of its own in there. A resumed run goes on in its folder; TensorBoard leaves out what had been
+    written of the steps that it does again.
+
+    Args:
+        folder: The folder of all runs.
+        run: Name of the run; None makes one. A resumed training goes on with the run of its checkpoint.
+
+    Raises:
+        ImportError: The package tensorboard is not installed.
+
+    Example:
+        >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+        >>> handler.add_callback(TensorBoardTracker("runs", run="first"))
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], run: str | None = None) -> None:
+        check_installed("tensorboard", type(self).__name__)
+        super().__init__(run)
+        self._folder = Path(folder)
+        self._writer: Any = None
+
+    def open(self, run: str, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(self._folder / run, purge_step=step + 1)
+
+    def write(self, kind: Kind, records: Sequence[Record]) -> None:
+        for record in records:
+            for name, value in curves(kind, record).items():
+                self._writer.add_scalar(name, value, int(record["step"]))
+        self._writer.flush()
+
+    def close(self, status: Status) -> None:
+        self._writer.close()
+
+
+class MLflowTracker(Tracker):
+    """Logs the numbers as metrics of a run in MLflow, on a server or in a database.
+
+    A resumed run leaves out what it does again, since MLflow cannot replace metrics.
+
+    Args:
+        uri: Address of the server, or of a database such as ``"sqlite:///numbers.db"``, which needs the extra
+            ``mlflow``; None leaves it to MLflow, and so to ``MLFLOW_TRACKING_URI``. MLflow refuses a folder of files
+            unless ``MLFLOW_ALLOW_FILE_STORE=true``.
+        experiment: Name of the experiment, which is made if there is none.
+        params: Parameters of the run, such as a learning rate.
+        run: Name of the run; None makes one. A resumed training goes on with the run of its checkpoint.
+
+    Raises:
+        ImportError: Neither mlflow nor mlflow-skinny is installed.
+
+    Example:
+        >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+        >>> handler.add_callback(MLflowTracker("http://127.0.0.1:5000", experiment="lines", params={"lr": 0.1}))
+    """
+
+    def __init__(
+        self,
+        uri: str | None = None,
+        *,
+        experiment: str = "Default",
+        params: Mapping[str, Any] | None = None,
+        run: str | None = None,
+    ) -> None:
+        check_installed("mlflow", type(self).__name__)
+        super().__init__(run)
+        self._uri, self._experiment, self._params = uri, experiment, dict(params or {})
+        self._client: Any = None
+        self._id = ""
+        self._written: dict[str, int] = {}  # of each curve, the last step that an earlier program has logged
+
+    def open(self, run: str, step: int) -> None:
+        from mlflow import MlflowClient
+
+        self._client = client = MlflowClient(self._uri)
+        experiment = client.get_experiment_by_name(self._experiment)
+        number = experiment.experiment_id if experiment else client.create_experiment(self._experiment)
+        found = client.search_runs([number], f"tags.`{_TAG}` = '{run}'", max_results=1)
+        if found:
+            self._id = found[0].info.run_id
+            client.update_run(self._id, status="RUNNING")
+            self._written = {name: self._last_step(name) for name in found[0].data.metrics}
+            return
+        self._id = client.create_run(number, tags={_TAG: run}, run_name=run).info.run_id
+        for name, value in self._params.items():
+            client.log_param(self._id, name, value)
+
+    def _last_step(self, name: str) -> int:
+        steps: list[int] = [metric.step for metric in self._client.get_metric_history(self._id, name)]
+        return max(steps)
+
+    def write(self, kind: Kind, records: Sequence[Record]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)  # MLflow counts milliseconds
+        metrics = [
+            Metric(name, value, now, int(record["step"]))
+            for record in records
+            for name, value in curves(kind, record).items()
+            if record["step"] > self._written.get(name, 0)
+        ]
+        self._client.log_batch(self._id, metrics)
+
+    def close(self, status: Status) -> None:
+        self._client.set_terminated(self._id, _STATUS_OF_MLFLOW[status])
+
+
+class WandbTracker(Tracker):
+    """Logs the numbers to a run of Weights & Biases.
+
+    Args:
+        run: Id of the run; None makes one. A resumed training goes on with the run of its checkpoint.
+        options: Arguments of ``wandb.init``, such as ``project``, ``config``, and ``mode="offline"``, which writes
+            files that ``wandb sync`` uploads.
+
+    Raises:
+        ImportError: The package wandb is not installed.
+
+    Example:
+        >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+        >>> handler.add_callback(WandbTracker(project="lines", config={"lr": 0.1}, mode="offline"))
+    """
+
+    def __init__(self, run: str | None = None, **options: Any) -> None:
+        check_installed("wandb", type(self).__name__)
+        super().__init__(run)
+        self._options = options
+        self._of_wandb: Any = None
+
+    def open(self, run: str, step: int) -> None:
+        import wandb
+
+        hooks = sys.excepthook, sys.exit
+        self._of_wandb = wandb.init(id=run, resume="allow", **self._options)
+        sys.excepthook, sys.exit = hooks  # its own would print an error before the other ranks are informed
+        self._of_wandb.define_metric("*", step_metric="step")  # its own steps only grow, and count calls of log
+
+    def write(self, kind: Kind, records: Sequence[Record]) -> None:
+        for record in records:
+            self._of_wandb.log({**curves(kind, record), "step": int(record["step"]), "epoch": int(record["epoch"])})
+
+    def close(self, status: Status) -> None:
+        self._of_wandb.finish(exit_code=_EXIT_CODES[status])
+
+
+def _as_json(record: Record) -> dict[str, float | int | None]:
+    values: dict[str, float | int | None] = {
+        name: value if math.isfinite(value) else None for name, value in record.items()
+    }
+    return values | {name: int(record[name]) for name in ("step", "epoch")}
+
+
+def _length_until(path: Path, run: str, step: int) -> int:
+    """Return the number of bytes up to the last line that stays: no torn one, and none of the run's later steps."""
+    length = reached = 0
+    with path.open("rb") as file:
+        for line in file:
+            reached += len(line)
+            if line.endswith(b"\n") and not _is_later(line, run, step):
+                length = reached
+    return length
+
+
+def _is_later(line: bytes, run: str, step: int) -> bool:
+    try:
+        values = json.loads(line)
+        return bool(values["run"] == run and values["step"] > step)
+    except (ValueError, TypeError, KeyError):  # a line of another program
+        return False

@@ -19,14 +19,13 @@ from distman._coordination.monitor.current_watcher import has_failed
 from distman.collectives import all_gather_objects, fused_all_reduce
 from distman.data import generators_state, set_generators_state
 from distman.errors import DistmanError, NonFiniteLossError
-from distman.handler._accumulators import Accumulators, Numbers
+from distman.handler._accumulators import Accumulators, Numbers, StepRecords, TakenStep
+from distman.handler._archive import save_in
 from distman.handler._events import Callback, Events
 from distman.handler._history import Record, as_numbers, turn_into_numbers
 from distman.handler._objective import Outcome
 from distman.handler._reporting import ProgressBar, Reporter
 from distman.handler._setup import Setup
-from distman.handler._sharded_state import save_in
-from distman.handler._step_records import StepRecords, TakenStep
 from distman.manager import DistributedManager
 from distman.metrics import aggregate_loss
 from distman.topology import is_whole_number

@@ -15,7 +15,7 @@ from distman._base.text import printable
 from distman.checkpoint import load, load_model_state, model_state, without_compiled
 from distman.decorators import _on_all_ranks as on_all_ranks
 from distman.errors import CheckpointError
-from distman.handler._sharded_state import read_parts, read_rest
+from distman.handler._archive import read_parts, read_rest
 from distman.training import place_parts
 
 _HOLDERS = ("module", "state_dict", "model_state_dict", "model")

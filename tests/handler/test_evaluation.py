@@ -9,7 +9,7 @@ from distman import DistributedManager
 from distman.collectives import all_gather_objects
 from distman.errors import RankFailedError
 from distman.handler import NNHandler
-from distman.handler._accumulators import Accumulators, Metric
+from distman.handler._accumulators import Accumulators
 from distman.handler._objective import Outcome
 from distman.testing import ranks
 
@@ -30,18 +30,10 @@ class Classifier(nn.Linear):
 @ranks(1)
 def test_metrics_may_be_on_other_devices_than_the_loss():
     metrics = {"number": lambda *_: 2.0, "host": lambda *_: torch.ones(()), "device": lambda outputs, _: outputs.mean()}
-    accumulators = Accumulators({name: Metric(measure) for name, measure in metrics.items()})
+    accumulators = Accumulators(metrics)
     on_device = torch.ones(3, device="meta")
     measured = accumulators.measure(Outcome(on_device.sum(), on_device, on_device), 3)
     assert (measured.device.type, measured.dtype, measured.shape) == ("meta", torch.float64, (4,))
-
-
-def macro_f1(outputs, targets):
-    """The F1 score, averaged over the classes: not a mean over samples."""
-    found = outputs.argmax(1)
-    hits = [((found == one) & (targets == one)).sum() for one in range(3)]
-    sizes = [(found == one).sum() + (targets == one).sum() for one in range(3)]
-    return sum(float(2 * hit / size) if size else 0.0 for hit, size in zip(hits, sizes, strict=True)) / 3
 
 
 def make_classifier(data, batch_size=3):
@@ -57,14 +49,12 @@ def make_classifier(data, batch_size=3):
 def test_figures_are_those_of_one_process(num_samples):
     data = classes(num_samples)
     handler = make_classifier(data)
-    handler.add_metric("f1", macro_f1, needs_all=True)
     found = handler.validate()
     inputs, targets = data.tensors
     with torch.no_grad():
         outputs = handler.module(inputs)
     assert found["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, targets).item(), rel=1e-12)
     assert found["accuracy"] == pytest.approx((outputs.argmax(1) == targets).double().mean().item(), rel=1e-12)
-    assert found["f1"] == pytest.approx(macro_f1(outputs, targets), rel=1e-12)
     assert len({str(one) for one in all_gather_objects(found)}) == 1
 
 
@@ -143,7 +133,6 @@ def test_predictions_of_different_structure_are_an_error_on_all():
 @ranks(2)
 def test_an_evaluation_without_samples_has_no_figures():
     handler = make_classifier(classes(0))
-    handler.add_metric("f1", macro_f1, needs_all=True)
     assert all(value != value for value in handler.validate().values())
 
 
@@ -293,10 +282,10 @@ def test_names_and_shapes_of_metrics():
     handler.set_val_loader(regression(), batch_size=8)
     handler.add_metric("error", lambda outputs, targets: (outputs - targets).abs())
     with pytest.raises(ValueError, match="name must be a new one, got 'error'"):
-        handler.add_metric("error", macro_f1)
+        handler.add_metric("error", nn.functional.mse_loss)
     for taken in ("loss", "epoch", "lr", "val_f1"):
         with pytest.raises(ValueError, match=f"name must be a new one, got '{taken}'"):
-            handler.add_metric(taken, macro_f1)
+            handler.add_metric(taken, nn.functional.mse_loss)
     with pytest.raises(ValueError, match=r"metric error must be one number, got shape \(8, 1\). Return its mean"):
         handler.validate()
     handler.clear_metrics()

@@ -75,7 +75,7 @@ def lines_of(path):
 
 @ranks(2)
 def test_a_resumed_training_goes_on_with_its_run(rank, tmp_path, monkeypatch):
-    monkeypatch.setattr("distman.handler._step_records._MOST_UNREAD", 1)  # so that a step after the checkpoint is told
+    monkeypatch.setattr("distman.handler._accumulators._MOST_UNREAD", 1)  # so that a step after the checkpoint is told
     path = tmp_path / "logs" / "numbers.jsonl"
     for step in (4, None):
         handler = make_handler(8)  # five steps in an epoch

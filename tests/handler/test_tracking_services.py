@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
 @pytest.fixture(autouse=True)
 def _each_step_is_told_in_the_end(monkeypatch):
     """One comes after the checkpoint; and a busy machine takes long to import these packages."""
-    monkeypatch.setattr("distman.handler._step_records._MOST_UNREAD", 1)
+    monkeypatch.setattr("distman.handler._accumulators._MOST_UNREAD", 1)
     for name in ("TRACKER_REST", "TRACKER_AFTER_ERROR"):
         monkeypatch.setattr(f"distman._base.timing.{name}", 300)
 
