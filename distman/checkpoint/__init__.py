@@ -14,13 +14,13 @@ from distman.checkpoint._folder import (
 )
 from distman.checkpoint._location import locate as locate
 from distman.checkpoint._model_state import load_model_state, model_state, without_compiled as without_compiled
-from distman.checkpoint._safetensors import write_safetensors as write_safetensors
 from distman.checkpoint._single_file import PendingSave, load, save
 from distman.checkpoint._state import (
     check_state as check_state,
     map_state as map_state,
     read_plain as read_plain,
     without_unused_memory as without_unused_memory,
+    write_safetensors as write_safetensors,
 )
 
 if TYPE_CHECKING:

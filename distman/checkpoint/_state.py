@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: checked, copied, written and read."""
+"""What a checkpoint may hold: checked, copied, written and read; and weights alone, as other programs read them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import copy
 import errno
 import functools
 import io
+import json
 import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, cast
 
 import torch
@@ -31,6 +32,25 @@ _ACTING = "torch.distributed."
 _NAME = re.compile(r"GLOBAL (\S+)")  # that torch refused, in its message
 _LINE_END = "\n"
 _LEAVES = (str, float, bool, type(None))
+_TYPES_OF_SAFETENSORS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT = 8  # bytes, to which the table of contents of safetensors is filled up by spaces
 
 
 def check_state(
@@ -268,3 +288,32 @@ def reason_of(error: BaseException) -> str:
         name = _NAME.search(str(error))
         return f"got {printable(name[1])}" if name else "got a pickle that torch.save did not write"
     return f"{type(error).__name__}: {str(error).strip().partition(_LINE_END)[0].rstrip('.')}"
+
+
+def write_safetensors(state: Mapping[str, Any], location: Location) -> None:
+    """Write tensors of data types that the format has; where that fails, what was there before is as it was.
+
+    Source:
+        https://github.com/huggingface/safetensors, "Format".
+    """
+    for name, one in state.items():
+        if not isinstance(one, torch.Tensor) or one.dtype not in _TYPES_OF_SAFETENSORS:
+            got = one.dtype if isinstance(one, torch.Tensor) else f"a {type(one).__name__}"
+            raise ValueError(f"{name} must be a tensor of a type that safetensors has, got {got}. Save a file.pt.")
+    ordered = dict(sorted(state.items(), key=lambda one: (-one[1].element_size(), one[0])))  # all of them aligned
+    contents, end = {}, 0
+    for name, one in ordered.items():
+        begin, end = end, end + one.numel() * one.element_size()
+        contents[name] = {
+            "dtype": _TYPES_OF_SAFETENSORS[one.dtype],
+            "shape": list(one.shape),
+            "data_offsets": [begin, end],
+        }
+    table = json.dumps({"__metadata__": {"format": "pt"}, **contents}).encode()
+    table += b" " * (-len(table) % _ALIGNMENT)
+    with location.storage.create(location.place) as file:
+        stream = Stream(file)
+        stream.write(len(table).to_bytes(8, "little"))
+        stream.write(table)
+        for one in ordered.values():
+            stream.write(one.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-# What is imported as itself is for other parts of the package.
-from distman.training._changes import (
-    Changes as Changes,
-    OnChange as OnChange,
-    class_of as class_of,
-    options_of as options_of,
-    plain as plain,
-    updated as updated,
-)
 from distman.training._engine import (
     Engine as Engine,
     StepOptions as StepOptions,
@@ -18,7 +9,17 @@ from distman.training._engine import (
     to_device as to_device,
 )
 from distman.training._model import TrainedModel as TrainedModel, check_strategy as check_strategy
-from distman.training._optimizers import UNNAMED as UNNAMED
+
+# What is imported as itself is for other parts of the package.
+from distman.training._optimizers import (
+    UNNAMED as UNNAMED,
+    Changes as Changes,
+    OnChange as OnChange,
+    class_of as class_of,
+    options_of as options_of,
+    plain as plain,
+    updated as updated,
+)
 from distman.training._sharding import place_parts as place_parts
 from distman.training._sources import (
     ForeignSource as ForeignSource,

@@ -19,10 +19,9 @@ from distman.collectives import fused_all_reduce
 from distman.data import generators_preserved
 from distman.errors import DistmanError
 from distman.manager import DistributedManager
-from distman.training._changes import Changes
 from distman.training._finite import FiniteCheck
 from distman.training._model import TrainedModel
-from distman.training._optimizers import UNNAMED, Optimizers, needs_closure
+from distman.training._optimizers import UNNAMED, Changes, Optimizers, needs_closure
 from distman.training._sharding import clip, norm_over_shards, own_part
 from distman.training._sources import Step
 

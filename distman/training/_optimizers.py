@@ -1,20 +1,167 @@
-"""The optimizers of a model, and their states."""
+"""The optimizers of a model, and what a program has changed since it saved: whether it counts, or the file."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 
+from distman._base.arguments import check_choice
+from distman._base.log import logger
+from distman._base.text import printable
 from distman.checkpoint import without_compiled as bare_name
+from distman.errors import CheckpointError
 from distman.manager import DistributedManager
-from distman.training._changes import Changes, class_of, options_of, use_options
 from distman.training._sharding import place_optimizer_state
+
+OnChange = Literal["file", "program", "error"]
+
+_ABOUT_SPEED = ("foreach", "fused", "capturable", "differentiable")
+"""Options of optimizers that do not change what they compute."""
+
+_OF_THE_OPTIMIZER = ("base_lrs", "last_epoch")
+"""Parts of a scheduler's state that say how far it is, or what the optimizer's options say."""
+
+_MISSING = "nothing"
 
 UNNAMED = "optimizer"
 """Name of an optimizer that is the only one."""
+
+
+class Changes:
+    """Compares what a program was when it saved with what it is now."""
+
+    def __init__(self, on_change: OnChange | None = None) -> None:
+        check_choice("on_change", on_change, (*get_args(OnChange), None))
+        self._on_change = on_change
+        self._found: list[str] = []
+
+    @property
+    def are_of_program(self) -> bool:
+        return self._on_change == "program"
+
+    def fit(self, what: str, saved: object, own: object) -> bool:
+        """Return whether a state that was saved for one thing may be loaded into another."""
+        if saved == own:
+            return True
+        if not self.are_of_program:
+            raise CheckpointError(
+                f"{what} must be as saved, {printable(_shown(saved))}, got {_shown(own)}. Make it the same again; or "
+                "pass on_change='program', and begin with a new one."
+            )
+        self._found.append(f"{what}: {_shown(saved)} in the file, {_shown(own)} in the program")
+        return False
+
+    def note(self, what: str, saved: Any, own: Any, *, suffix: str = "") -> None:
+        """Note in what two descriptions differ, of which the file's is to go on unless the program counts."""
+        self._found += [f"{one}{suffix}" for one in _differences(what, saved, own)]
+
+    def report(self) -> None:
+        if not self._found:
+            return
+        found = printable("; ".join(self._found))
+        if self._on_change == "error":
+            raise CheckpointError(
+                f"the program must be as it was when the checkpoint was saved, got {found}. Change it back, or let the "
+                "file or the program count with on_change=."
+            )
+        if DistributedManager().is_main:
+            logger.warning(
+                "the program has changed since the checkpoint was saved: %s. It goes on with what is in the %s; "
+                "on_change= chooses",
+                found,
+                "program" if self.are_of_program else "file",
+            )
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: plain(value) for name, value in group.items() if name not in ("params", *_ABOUT_SPEED)}
+        for group in optimizer.param_groups
+    ]
+
+
+def use_options(optimizer: torch.optim.Optimizer, saved: Sequence[Any], own: Sequence[Any]) -> None:
+    """Give an optimizer whose state was loaded the options of the program, where these differ from the file's.
+
+    A learning rate that a schedule has changed since keeps its ratio to the one that was set.
+    """
+    for group, before, now in zip(optimizer.param_groups, saved, own, strict=True):
+        for name in [one for one in now if one in before and before[one] != now[one]]:
+            value = now[name]
+            if name == "lr":
+                group |= {"initial_lr": value} if "initial_lr" in group else {}
+                current = float(group["lr"])
+                value = value if current == before[name] or not before[name] else current * value / before[name]
+            if isinstance(group[name], torch.Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def plain(value: Any) -> Any:
+    """Return a value as a checkpoint holds it, and as it compares: numbers, strings, and lists and dicts of such."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def class_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def updated(value: Any, saved: Any, own: Any, current: Any) -> Any:
+    """Return a value in which what differs between two descriptions, of the file and the program, is the program's."""
+    if saved == own:
+        return value
+    if all(isinstance(one, Mapping) for one in (value, saved, own, current)):
+        names = [name for name in value if name in saved and name in own]
+        new = {name: updated(value[name], saved[name], own[name], current[name]) for name in names}
+        return {**value, **new}
+    if _are_lists_of_parts(saved, own) and len(value) == len(saved):
+        return [updated(*parts) for parts in zip(value, saved, own, current, strict=True)]
+    return current
+
+
+def _differences(what: str, saved: Any, own: Any) -> Iterator[str]:
+    if isinstance(saved, Mapping) and isinstance(own, Mapping):
+        for name in [one for one in saved if one in own and _is_option(one)]:
+            yield from _differences(f"{what} {name}".strip(), saved[name], own[name])
+    elif _are_lists_of_parts(saved, own):
+        for index, (one, other) in enumerate(zip(saved, own, strict=True)):
+            yield from _differences(f"{what} {index}" if len(saved) > 1 else what, one, other)
+    elif saved != own:
+        yield f"{what}: {_shown(saved)} in the file, {_shown(own)} in the program"
+
+
+def _is_option(name: str) -> bool:
+    return name == "_schedulers" or not (name.startswith("_") or name in _OF_THE_OPTIMIZER)
+
+
+def _are_lists_of_parts(saved: Any, own: Any) -> bool:
+    return (
+        isinstance(saved, list)
+        and isinstance(own, list)
+        and len(saved) == len(own)
+        and all(isinstance(one, Mapping) for one in [*saved, *own])
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str):
+        return value.removeprefix("torch.optim.") or _MISSING
+    if isinstance(value, Sequence) and not value:
+        return _MISSING
+    if isinstance(value, Sequence):
+        text = ", ".join(map(str, value))
+        return text if len(text) < 200 else f"{text[:200]} and more"  # names of parameters may be thousands
+    return str(value)
 
 
 class Optimizers:

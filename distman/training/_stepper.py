@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from distman._base.arguments import check_number
 from distman.data import TrainingLoader
 from distman.manager import DistributedManager
-from distman.training._changes import Changes
 from distman.training._engine import Closure, Engine, StepOptions
 from distman.training._model import TrainedModel
-from distman.training._optimizers import UNNAMED
+from distman.training._optimizers import UNNAMED, Changes
 from distman.training._sources import ForeignSource, Step
 
 training_logger = logging.getLogger("distman.training")
