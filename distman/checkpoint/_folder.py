@@ -17,7 +17,7 @@ from distman._base.log import logger
 from distman._base.text import printable
 from distman._coordination.restart_notes import note_saved
 from distman.checkpoint import _background as in_background
-from distman.checkpoint._location import METADATA, Location, locate
+from distman.checkpoint._location import CONTENTS, Location, locate
 from distman.checkpoint._single_file import save_in, target_device
 from distman.checkpoint._state import read_state
 from distman.decorators import _on_all_ranks as on_all_ranks, on_rank
@@ -254,7 +254,7 @@ class CheckpointFolder:
 
     def _saved_at(self, name: str) -> int:
         storage, place = self._location.storage, (self._location / name).place
-        return storage.saved_at(f"{storage.folder(place)}/{METADATA}" if self.sharded else place)
+        return storage.saved_at(f"{storage.folder(place)}/{CONTENTS}" if self.sharded else place)
 
     def _reader(self, state: dict[str, Any] | None, device: str | torch.device | None) -> Callable[[Location], Any]:
         if self.sharded != isinstance(state, dict):
@@ -306,7 +306,7 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
     location = locate(path)  # it may be a link
     try:
         folder = Location(location.storage, location.storage.folder(location.place))
-        location.storage.open((folder / METADATA).place).close()
+        location.storage.open((folder / CONTENTS).place).close()
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True

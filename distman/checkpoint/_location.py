@@ -13,12 +13,7 @@ from typing import IO, Protocol
 from distman._base.arguments import require
 from distman.checkpoint._local_storage import SCHEMES, LocalStorage
 
-METADATA = ".metadata"
-"""Name of the table of contents of a sharded state, which is written last.
-
-Source:
-    ``torch.distributed.checkpoint``.
-"""
+CONTENTS = "contents.jsonl"  # the table of contents of a sharded state, which is written last
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://")  # fsspec chains schemes by "::"; these are refused, not overlooked
 _SHORTENED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")

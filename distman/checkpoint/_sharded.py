@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import (
     SavePlanner,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -36,11 +36,11 @@ from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureReco
 from distman._coordination.messages import decode
 from distman._coordination.sync import StoreGroup
 from distman._coordination.time_limit import saves
-from distman._torch_internals import NO_JOB_WARNING, set_nested, storage_info
+from distman._torch_internals import NO_JOB_WARNING, set_nested
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._background import BackgroundWrite
-from distman.checkpoint._location import Location, NewFolder, Storage, locate
-from distman.checkpoint._metadata import read_metadata, sealed
+from distman.checkpoint._contents import Row, encoded, read_contents, result_of, row_of
+from distman.checkpoint._location import CONTENTS, Location, NewFolder, Storage, locate
 from distman.checkpoint._single_file import PendingSave
 from distman.checkpoint._state import check_file, check_state, reason_of, writing_to
 from distman.decorators import _on_all_ranks as on_all_ranks, on_rank
@@ -48,8 +48,6 @@ from distman.errors import CheckpointError, JobFailed
 from distman.manager import DistributedManager
 
 _PLACE = "the end of what it saves in the background"
-_Row = tuple[str, list[int] | None, int | None, int, str, int, int]
-"""Where a tensor, a part of it, or an object is: name, offset, index, size, file, its beginning there, its length."""
 
 
 @overload
@@ -97,7 +95,7 @@ def save_sharded(
         {'step': 7, 'seed of rank 1': 11}
 
     Source:
-        The format is that of ``torch.distributed.checkpoint``.
+        The format is that of ``torch.distributed.checkpoint``, with a table of contents in JSON beside torch's.
     """
     location = locate(path)
     return save_in(state, location, location, background=background)
@@ -176,7 +174,7 @@ def saved_tensors(location: Location) -> dict[str, tuple[torch.Size, torch.dtype
 def _folder_and_metadata(location: Location) -> tuple[Location, Metadata]:
     on_rank(0)(location.storage.folder)(location.place)  # one rank puts an old folder back where that is needed
     folder = Location(location.storage, on_all_ranks(location.storage.folder, location.place))
-    return folder, on_all_ranks(read_metadata, folder)
+    return folder, on_all_ranks(read_contents, folder)
 
 
 class _Files(FileSystemBase):
@@ -202,9 +200,9 @@ class _Files(FileSystemBase):
         return os.fspath(path)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Copy the table of contents, the only file that torch renames, since an object store cannot, and seal it."""
+        """Copy torch's table of contents, the only file that it renames, since an object store cannot."""
         with self.create_stream(path, "rb") as old, self.create_stream(new_path, "wb") as new:
-            new.write(sealed(old.read()))
+            new.write(old.read())
         self.rm_file(path)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
@@ -227,6 +225,12 @@ class _Writer(FileSystemWriter):
     def __init__(self, folder: str, storage: Storage) -> None:
         super().__init__(folder, sync_files=False)
         self.fs, self.path = _Files(storage), folder  # type: ignore[assignment] # the annotation is torch's local one
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write torch's table of contents, for its own readers, and then ours."""
+        super().finish(metadata, results)
+        with self.fs.create_stream(f"{self.path}/{CONTENTS}", "wb") as file:
+            file.write(encoded(metadata, results))
 
 
 class _StagingWriter(_Writer):
@@ -401,7 +405,7 @@ class Parts:
         except BaseException as error:
             self.report_failure(error)
             raise
-        self._say([_row_of(result) for result in results])
+        self._say([row_of(result) for result in results])
 
     def report_failure(self, error: BaseException) -> None:
         """Report to rank 0 that this rank, another one, writes no part."""
@@ -421,13 +425,13 @@ class Parts:
         group.store.delete_keys([failure, *[protocol.part(self._folder, rank) for rank in range(1, group.size)]])
         if error is not None:
             raise FailureRecord.decoded(error, f"why a part of {self._folder} could not be written").to_error()
-        return [[_result_of(*row) for row in rows] for rows in found]
+        return [[result_of(row) for row in rows] for rows in found]
 
-    def _say(self, rows: list[_Row]) -> None:
+    def _say(self, rows: list[Row]) -> None:
         if self._group is not None:
             self._group.store.set(protocol.part(self._folder, self._group.rank), json.dumps(rows))
 
-    def _of(self, rank: int, group: StoreGroup) -> list[_Row]:
+    def _of(self, rank: int, group: StoreGroup) -> list[Row]:
         key = protocol.part(self._folder, rank)
         is_there = functools.partial(group.store.check, [key])
         until = math.inf
@@ -440,17 +444,4 @@ class Parts:
                 if is_gone or time.monotonic() > until:
                     raise
                 time.sleep(timing.PARTS_PAUSE)
-        return decode(group.store.get(key), list[_Row], f"what {group.describe(rank)} has written")
-
-
-def _row_of(result: WriteResult) -> _Row:
-    key, place = result.index, result.storage_data
-    offset = None if key.offset is None else list(key.offset)
-    return key.fqn, offset, key.index, result.size_in_bytes, place.relative_path, place.offset, place.length
-
-
-def _result_of(
-    name: str, offset: list[int] | None, index: int | None, size: int, file: str, start: int, length: int
-) -> WriteResult:
-    key = MetadataIndex(name, None if offset is None else torch.Size(offset), index)
-    return WriteResult(key, size, storage_info()(file, start, length))
+        return decode(group.store.get(key), list[Row], f"what {group.describe(rank)} has written")

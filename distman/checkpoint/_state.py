@@ -9,6 +9,7 @@ import functools
 import io
 import json
 import pickle
+import pickletools
 import re
 import zipfile
 from collections import OrderedDict
@@ -19,7 +20,6 @@ import torch
 
 from distman._base.text import printable
 from distman._torch_internals import is_distributed_tensor, pickle_in
-from distman.checkpoint._inert_pickle import names_in
 from distman.checkpoint._location import Location
 from distman.errors import CheckpointError
 
@@ -247,9 +247,9 @@ def check_file(file: IO[bytes]) -> None:
     file.seek(0)
     if is_archive:
         check_sums(file)
-        names = names_in(io.BytesIO(pickle_in(file)))
+        names = _names_in(io.BytesIO(pickle_in(file)))
     else:  # as torch wrote before version 1.6, without checksums
-        names = names_in(file, _NUM_OLD_PICKLES)
+        names = _names_in(file, _NUM_OLD_PICKLES)
     try:
         acting = next((name for name in names if name.startswith(_ACTING)), None)
     except MemoryError:
@@ -257,6 +257,21 @@ def check_file(file: IO[bytes]) -> None:
     if acting is not None:
         raise pickle.UnpicklingError(f"unsupported GLOBAL {acting}")  # in torch's words
     file.seek(0)
+
+
+def _names_in(file: IO[bytes], num_pickles: int = 1) -> Iterator[str]:
+    """Return the names in pickles that follow each other, whatever else they hold; nothing in them is run.
+
+    They are of protocol 2, which spells out each name. The file is read to their end.
+    """
+    for _ in range(num_pickles):
+        start = file.tell()
+        if not file.read(1):
+            return
+        file.seek(start)
+        for opcode, argument, _place in pickletools.genops(file):
+            if opcode.code == pickle.GLOBAL.decode():
+                yield str(argument).replace(" ", ".")
 
 
 def check_sums(file: IO[bytes]) -> None:

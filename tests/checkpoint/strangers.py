@@ -27,12 +27,12 @@ from safetensors.torch import load_file, save_file
 
 from distman import CheckpointError
 from distman.checkpoint import save
+from distman.checkpoint._contents import checksum, read_contents
 from distman.checkpoint._location import locate
-from distman.checkpoint._metadata import read_metadata
 from distman.checkpoint._sharded import save_sharded
 from distman.checkpoint._state import read_state
 
-KINDS = ("metadata", "file", "old file", "safetensors")
+KINDS = ("contents", "file", "old file", "safetensors")
 _STATE = {"weights": [torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.bfloat16)], "step": 7, "name": "run"}
 _HOSTILE = [
     ("os", "system"),
@@ -71,15 +71,14 @@ class Writer:
     Args:
         draw: Draws.
         names: Modules and names to use beside hostile ones.
-        protocol: 2, which names things as torch's archives do, or 4.
     """
 
-    def __init__(self, draw, names, protocol):
-        self._draw, self._names, self._protocol = draw, names, protocol
+    def __init__(self, draw, names):
+        self._draw, self._names = draw, names
 
     def pickle(self):
         kind = self._draw.choice([self._value, self._with_state, self._with_state])
-        return pickle.PROTO + bytes([self._protocol]) + kind(0) + pickle.STOP
+        return pickle.PROTO + b"\2" + kind(0) + pickle.STOP
 
     def _value(self, depth):
         kinds = [self._plain, self._name] if depth > 4 else [
@@ -111,8 +110,6 @@ class Writer:
 
     def _name(self, _):
         module, name = self._any_name()
-        if self._protocol == 4 and self._draw.random() < 0.7:
-            return self._text(module) + self._text(name) + pickle.STACK_GLOBAL
         return pickle.GLOBAL + f"{module}\n{name}\n".encode()
 
     def _several(self, depth):
@@ -133,8 +130,6 @@ class Writer:
         return self._name(depth) + self._tuple(depth) + pickle.REDUCE
 
     def _new(self, depth):
-        if self._protocol == 4 and self._draw.random() < 0.3:
-            return self._name(depth) + self._tuple(depth) + self._dict(depth) + pickle.NEWOBJ_EX
         return self._name(depth) + self._tuple(depth) + pickle.NEWOBJ
 
     def _object(self, depth):
@@ -177,26 +172,18 @@ class Folder:
             torch.save(_STATE, file, _use_new_zipfile_serialization=False)
         save_file({"weight": torch.arange(6.0)}, path / "state.safetensors")
         save_sharded({**_STATE, "nested": {"a": [torch.zeros(2), 1]}}, path / "sharded")
-        self.table = path / "sharded" / ".metadata"
+        self.table = path / "sharded" / "contents.jsonl"
         self.good = {
-            "metadata": self.table.read_bytes().partition(b"\ndistman crc32")[0],  # so that more is read of the rest
+            "contents": self.table.read_bytes().partition(b"\n")[0],  # without the checksum, which put() adds
             "file": zipfile.ZipFile(path / "state.pt").read("archive/data.pkl"),
             "old file": (path / "old.pt").read_bytes(),
             "safetensors": (path / "state.safetensors").read_bytes(),
         }
 
     def names(self):
-        """Modules and names that are used in a table of contents and in an archive."""
+        """Modules and names that are used in an archive."""
         found = [("torch._utils", "_rebuild_tensor_v2"), ("torch", "FloatStorage"), ("torch", "Size")]
-        module = "torch.distributed.checkpoint.metadata"
-        found += [(module, one) for one in vars(sys.modules[module])["__all__"]]
-        return [
-            *found,
-            (module, "_MEM_FORMAT_ENCODING"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "float32"),
-        ]
+        return [*found, ("torch.serialization", "_get_layout"), ("torch", "float32")]
 
     def put(self, kind, content):
         if kind == "file":
@@ -206,14 +193,14 @@ class Folder:
                 new.writestr("archive/data.pkl", content)
                 for name, data in others.items():
                     new.writestr(name, data)
-        elif kind == "metadata":
-            self.table.write_bytes(content)
+        elif kind == "contents":
+            self.table.write_bytes(content + b"\n" + checksum(content))
         else:
             (self.path / ("read.pt" if kind == "old file" else "read.safetensors")).write_bytes(content)
 
     def read(self, kind):
-        if kind == "metadata":
-            read_metadata(locate(self.table.parent))
+        if kind == "contents":
+            read_contents(locate(self.table.parent))
         elif kind == "safetensors":
             load_file(self.path / "read.safetensors")
         else:
@@ -296,11 +283,11 @@ def run(tries, seed, folder):
             _try(place, kind, ends)
     ends.clear()
     before = attributes()
-    writers = {"metadata": Writer(draw, place.names(), 4), "file": Writer(draw, place.names(), 2)}
+    writer = Writer(draw, place.names())
     for number in range(tries):
         kind = draw.choice(KINDS)
-        is_crafted = number % 5 == 0 and kind in writers
-        place.put(kind, writers[kind].pickle() if is_crafted else mutated(draw, place.good[kind]))
+        is_crafted = number % 5 == 0 and kind == "file"
+        place.put(kind, writer.pickle() if is_crafted else mutated(draw, place.good[kind]))
         watch.is_on = True
         _try(place, kind, ends)
         watch.is_on = False

@@ -83,7 +83,7 @@ def test_a_folder_without_a_table_of_contents_is_no_checkpoint(tmp_path):
     folder = CheckpointFolder(tmp_path, sharded=True, background=False)
     folder.save({"step": 1}, 1)
     folder.save({"step": 2}, 2)
-    (tmp_path / "checkpoint-00000002" / ".metadata").unlink()
+    (tmp_path / "checkpoint-00000002" / "contents.jsonl").unlink()
     (tmp_path / ".checkpoint-00000003.12-00ff00ff.tmp").mkdir()
     assert folder.load_latest({"step": 0}) == {"step": 1}
     folder.save({"step": 4}, 4)

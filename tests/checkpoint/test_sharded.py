@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from distman import CheckpointError, DistributedManager, RankFailedError
-from distman.checkpoint import load_sharded, save, save_sharded
+from distman.checkpoint import _sharded, load_sharded, save, save_sharded
 from distman.testing import ranks
 
 from ..smaller_jobs import job
@@ -164,62 +164,34 @@ def test_half_a_file_is_no_checkpoint(tmp_path, rank):
     with pytest.raises((CheckpointError, RankFailedError), match="sharded is damaged or does not fit the state"):
         load_sharded({"weight": torch.zeros(10, 3)}, folder)
     if rank == 0:
-        os.truncate(folder / ".metadata", 20)
+        os.truncate(folder / "contents.jsonl", 20)
     all_are_well()
-    with pytest.raises(CheckpointError, match=r"\.metadata is damaged or describes something other than tensors"):
+    with pytest.raises(CheckpointError, match=r"contents\.jsonl is damaged: its checksum differs"):
         load_sharded({"weight": torch.zeros(10, 3)}, folder)
 
 
-def as_a_whole(_metadata, crater):
-    return Bomb(crater)
-
-
-def within(metadata, crater):
-    metadata.planner_data = {"step": Bomb(crater)}
-    return metadata
-
-
-def by_name(metadata, _crater):
-    metadata.planner_data = os.system
-    return metadata
-
-
 @ranks(1, 2)
-@pytest.mark.parametrize("place", [as_a_whole, within, by_name])
-def test_a_bomb_among_the_contents_is_refused_and_does_nothing(tmp_path, rank, place):
+def test_the_pickle_beside_the_table_is_not_read(tmp_path, rank):
     folder, crater = tmp_path / "sharded", tmp_path / "crater"
     save_sharded({"step": 1}, folder)
     if rank == 0:
-        metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - our own
-        (folder / ".metadata").write_bytes(pickle.dumps(place(metadata, crater)))
+        (folder / ".metadata").write_bytes(pickle.dumps(Bomb(crater)))
     all_are_well()
     state = {"step": 0}
-    with pytest.raises(
-        CheckpointError, match=r"describes something other than tensors; nothing in it was run: \S+ is not a"
-    ):
-        load_sharded(state, folder)
-    assert state == {"step": 0}
+    load_sharded(state, folder)
+    assert state == {"step": 1}
     assert not crater.exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_bomb_in_place_of_a_number_is_refused_and_does_nothing(tmp_path):
+def test_a_bomb_in_place_of_a_number_is_refused_and_does_nothing(tmp_path, monkeypatch):
     folder, crater = tmp_path / "sharded", tmp_path / "crater"
-    dist.checkpoint.save({"step": Bomb(crater)}, checkpoint_id=folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(_sharded, "check_state", lambda *_, **__: None)
+        save_sharded({"step": Bomb(crater)}, folder)
     with pytest.raises(CheckpointError, match=r"is damaged or does not fit the state: got \S+"):
         load_sharded({"step": 0}, folder)
     assert not crater.exists()
-
-
-def test_files_outside_the_folder_are_not_read(tmp_path):
-    folder = tmp_path / "sharded"
-    save_sharded({"step": 1}, folder)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - our own
-    for one in metadata.storage_data.values():
-        one.relative_path = "../elsewhere"
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"must name files in its own folder, got '\.\./elsewhere'"):
-        load_sharded({"step": 0}, folder)
 
 
 @ranks(2)

@@ -204,8 +204,8 @@ def test_a_sharded_state_comes_back_from_every_kind_of_storage_and_leaves_nothin
         assert state["step"] == number
         assert torch.equal(state["tensor"], torch.full((3,), float(number)))
     names = [name.rpartition("/")[2] for name in everything_in(place)]
-    assert sorted(set(names) - {"current"}) == [".metadata", "__0_0.distcp"]
-    assert len(names) <= 3
+    assert sorted(set(names) - {"current"}) == [".metadata", "__0_0.distcp", "contents.jsonl"]
+    assert len(names) <= 4
 
 
 @ranks(2, 3)
@@ -357,7 +357,7 @@ def test_a_sharded_state_without_its_marker_does_not_count(tmp_path, shards):
     save_sharded({"step": 1}, url)
     torn = tmp_path / "sharded" / "saved-00ff00ff"
     torn.mkdir()
-    (torn / ("__0_0.distcp" if shards else ".metadata")).write_bytes(b"half")
+    (torn / ("__0_0.distcp" if shards else "contents.jsonl")).write_bytes(b"half")
     state = {"step": 0}
     load_sharded(state, url)
     assert state == {"step": 1}
