@@ -107,9 +107,9 @@ class FsspecStorage:
             return None
         return target if fs.exists(f"{_parent(path)}/{target}") else None
 
-    def new_folder(self, place: str) -> _Generation:
+    def new_folder(self, place: str) -> Generation:
         """Return a folder of a new name within the place; a link says which one counts."""
-        return _Generation(self, place)
+        return Generation(self, place)
 
     def folder(self, place: str) -> str:
         """Return the folder that the link in the place names; without a link the place, or the one that it is for."""
@@ -119,7 +119,7 @@ class FsspecStorage:
         return place if current is None else f"{place}/{current}"
 
 
-class _Generation:
+class Generation:
     """A folder within a place, which counts as soon as the link beside it names it."""
 
     def __init__(self, storage: FsspecStorage, place: str) -> None:

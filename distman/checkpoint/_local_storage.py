@@ -30,10 +30,18 @@ _TOKEN_BYTES = 4  # random bytes in a temporary name, beside the pid: threads, a
 
 
 class LocalStorage:
-    """Files on a disk, local or shared: they are written beside their place, synced and renamed."""
+    """Files on a disk, local or shared: they are written beside their place, synced and renamed.
+
+    What follows holds for every storage, unless it says how a disk does it. A place is a string that :meth:`resolve`
+    returned, with a slash and a name for what is in it. Methods run on rank 0 or on every rank, and in threads at the
+    same time; what they raise reaches all ranks.
+    """
 
     def resolve(self, path: str) -> str:
-        """Return the real path; links are followed, so that a link to a checkpoint stays one."""
+        """Return the place that a path or URL stands for, whatever the current folder is later on.
+
+        On a disk it is the real path: links are followed, so that a link to a checkpoint stays one.
+        """
         scheme, found, rest = path.partition("://")
         if found and scheme in SCHEMES and not rest.startswith("/"):
             raise ValueError(
@@ -43,6 +51,12 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def create(self, place: str) -> Iterator[IO[bytes]]:
+        """Write a file, which replaces the old one if the block ends without an error.
+
+        Whatever ends the block or the process, a reader finds the old file or the whole new one. Folders above are
+        made; what an earlier write of this file left when it was killed is removed. One call of the file's ``write``
+        may take fewer bytes than it is given, and returns how many.
+        """
         path = Path(place)
         if path.is_dir():
             raise IsADirectoryError(f"the place of a file must not be a directory, got {place}. Name a file in it.")
@@ -60,21 +74,22 @@ class LocalStorage:
         _sync_folder(path.parent)
 
     def open(self, place: str) -> IO[bytes]:
-        """Return the file."""
+        """Return a file to read from; links are followed. FileNotFoundError if there is none."""
         return Path(place).open("rb")
 
     def list(self, folder: str) -> list[str]:
-        """Return the names in the folder that do not begin with a dot, as temporary files do."""
+        """Return the names of the complete files, links and folders in a folder; none if there is no such folder."""
         try:
             return [path.name for path in Path(folder).iterdir() if not path.name.startswith(".")]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def saved_at(self, place: str) -> int:
+        """Return when a file was written, in nanoseconds; only compared with other files of the same storage."""
         return Path(place).stat().st_mtime_ns
 
     def remove(self, place: str) -> None:
-        """Remove the file or link; a folder is no checkpoint any more before the first of its files goes."""
+        """Remove the file, link or folder, if it is there; whatever ends the process, no half of a folder is found."""
         path = Path(place)
         if path.is_dir() and not path.is_symlink():
             _remove_folder(_old(path), path)
@@ -83,10 +98,11 @@ class LocalStorage:
             path.unlink(missing_ok=True)
 
     def remove_leftovers(self, folder: str) -> None:
-        """Remove temporary files and folders whose writers are dead; those of living ones stay."""
+        """Remove what writers left half-written in a folder, which may not exist; of living ones it stays."""
         _remove_leftovers(Path(folder), "*")
 
     def link(self, place: str, target: str) -> None:
+        """Let a name stand for another file or folder of its folder, from one moment to the next."""
         link, temporary = Path(place), _beside(Path(place))
         is_linked = False
         try:
@@ -102,23 +118,27 @@ class LocalStorage:
         _sync_folder(link.parent)
 
     def linked(self, place: str) -> str | None:
-        """Return the name that the link holds; None if it leads nowhere."""
+        """Return the name that a link stands for, or its own if it is a file; None if it leads nowhere."""
         link = Path(place)
         if not link.exists():
             return None
         target = link.readlink() if link.is_symlink() else link
         return None if target.name in ("", "..") else target.name
 
-    def new_folder(self, place: str) -> _FolderBeside:
-        return _FolderBeside(Path(place))
+    def new_folder(self, place: str) -> FolderBeside:
+        """Return a folder to be filled in its ``path`` with :meth:`create`, by other processes too, and published."""
+        return FolderBeside(Path(place))
 
     def folder(self, place: str) -> str:
-        """Return the place; an old folder is put back whose successor's writer was killed between two renames."""
+        """Return where the files of the folder are that was published last.
+
+        On a disk it is the place; an old folder is put back whose successor's writer was killed between two renames.
+        """
         _put_back(Path(place))
         return place
 
 
-class _FolderBeside:
+class FolderBeside:
     """A folder that is filled beside its place, and exchanged with the one there when it is complete.
 
     It cannot be locked, so a locked file stands beside it, from before it is made until it has its place.
@@ -143,6 +163,7 @@ class _FolderBeside:
             raise
 
     def publish(self) -> None:
+        """Make it the one that is found from now on; that the one before cannot be removed is no error then."""
         _sync_folder(self._folder)
         if not self._place.exists():
             self._folder.rename(self._place)
@@ -155,6 +176,7 @@ class _FolderBeside:
         _remove_folder(_old(self._place), self._place)
 
     def discard(self) -> None:
+        """Remove it, unless it was published."""
         self._end.close()
         _put_back(self._place)
 

@@ -1,4 +1,4 @@
-"""Which storage a path or URL belongs to, and what a checkpoint needs of it."""
+"""Which storage a path or URL belongs to."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import dataclasses
 import functools
 import os
 import re
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from distman._base.arguments import require
-from distman.checkpoint._local_storage import SCHEMES, LocalStorage
+from distman.checkpoint._local_storage import SCHEMES, FolderBeside, LocalStorage
+
+if TYPE_CHECKING:
+    from distman.checkpoint._fsspec_storage import FsspecStorage, Generation
+
+Storage: TypeAlias = "LocalStorage | FsspecStorage"
+"""Where checkpoints are kept; :class:`LocalStorage` says what their methods do."""
+
+NewFolder: TypeAlias = "FolderBeside | Generation"
 
 CONTENTS = "contents.jsonl"  # the table of contents of a sharded state, which is written last
 
@@ -19,64 +26,6 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://")  # fsspec chains schemes by 
 _SHORTENED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 _LOCAL = LocalStorage()
-
-
-class NewFolder(Protocol):
-    """A folder that is filled in its ``path``, where nobody looks, and becomes visible when it is complete."""
-
-    path: str
-
-    def publish(self) -> None:
-        """Make it the one that is found from now on; that the one before cannot be removed is no error then."""
-
-    def discard(self) -> None:
-        """Remove it, unless it was published."""
-
-
-class Storage(Protocol):
-    """Where checkpoints are kept.
-
-    A place is a string that :meth:`resolve` returned, with a slash and a name for what is in it. Methods run on rank 0
-    or on every rank, and in threads at the same time; what they raise reaches all ranks.
-    """
-
-    def resolve(self, path: str) -> str:
-        """Return the place that a path or URL stands for, whatever the current folder is later on."""
-
-    def create(self, place: str) -> AbstractContextManager[IO[bytes]]:
-        """Return a context that writes a file, which replaces the old one if the block ends without an error.
-
-        Whatever ends the block or the process, a reader finds the old file or the whole new one. Folders above are
-        made; what an earlier write of this file left when it was killed is removed. One call of the file's ``write``
-        may take fewer bytes than it is given, and returns how many.
-        """
-
-    def open(self, place: str) -> IO[bytes]:
-        """Return a file to read from; links are followed. FileNotFoundError if there is none."""
-
-    def list(self, folder: str) -> list[str]:
-        """Return the names of the complete files, links and folders in a folder; none if there is no such folder."""
-
-    def saved_at(self, place: str) -> int:
-        """Return when a file was written, in nanoseconds; only compared with other files of the same storage."""
-
-    def remove(self, place: str) -> None:
-        """Remove a file or folder, if it is there; whatever ends the process, no half of a folder is found."""
-
-    def remove_leftovers(self, folder: str) -> None:
-        """Remove what writers left half-written in a folder, which may not exist, when they were killed."""
-
-    def link(self, place: str, target: str) -> None:
-        """Let a name stand for another file or folder of its folder, from one moment to the next."""
-
-    def linked(self, place: str) -> str | None:
-        """Return the name that a link stands for, or its own if it is a file; None if there is neither."""
-
-    def new_folder(self, place: str) -> NewFolder:
-        """Return a folder to be filled with :meth:`create`, by other processes too, and then published."""
-
-    def folder(self, place: str) -> str:
-        """Return where the files of the folder are that was published last."""
 
 
 @dataclasses.dataclass(frozen=True)
