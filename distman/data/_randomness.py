@@ -14,25 +14,20 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from distman._torch_internals import tree_map
 from distman.manager import DistributedManager
 
+_GLOBAL = {"python": random, "numpy": np.random, "torch": torch.default_generator}
+"""The global generators; the modules of Python and NumPy have the methods of theirs."""
+
 
 def generators_state() -> dict[str, Any]:
-    name, keys, position, has_gauss, gauss = np.random.get_state()
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-    }
+    state = {name: _state_of(generator) for name, generator in _GLOBAL.items()}
     if DistributedManager().cuda:
         state["cuda"] = torch.cuda.get_rng_state(DistributedManager().device)
     return state
 
 
 def set_generators_state(state: Mapping[str, Any]) -> None:
-    version, words, gauss_next = state["python"]
-    random.setstate((version, tuple(words), gauss_next))
-    name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(state["torch"].cpu())
+    for name, generator in _GLOBAL.items():
+        _set_state_of(generator, state[name])
     if "cuda" in state and DistributedManager().cuda:
         torch.cuda.set_rng_state(state["cuda"].cpu(), DistributedManager().device)
 
@@ -85,23 +80,20 @@ def _generators_of(holder: object, path: str, seen: set[int]) -> Iterator[tuple[
             yield from _generators_of(value, f"{path}{name}.", seen)
 
 
-def _state_of(generator: Generator) -> Any:
+def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    if isinstance(generator, random.Random):
+    if hasattr(generator, "getstate"):  # Python's
         return generator.getstate()
-    state = (
-        generator.get_state(legacy=False)
-        if isinstance(generator, np.random.RandomState)
-        else generator.bit_generator.state
-    )
+    is_new = isinstance(generator, np.random.Generator)
+    state = generator.bit_generator.state if is_new else generator.get_state(legacy=False)
     return tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf, state)
 
 
-def _set_state_of(generator: Generator, state: Any) -> None:
+def _set_state_of(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state.cpu())
-    elif isinstance(generator, random.Random):
+    elif hasattr(generator, "setstate"):
         version, words, gauss_next = state
         generator.setstate((version, tuple(words), gauss_next))
     elif isinstance(generator, np.random.Generator):
