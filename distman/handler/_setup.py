@@ -97,9 +97,7 @@ class Schedules:
                 one.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedulers' states: of a single optimizer that has no name its own, else by name."""
-        states = {name: one.state_dict() for name, one in self._by_name.items()}
-        return states[UNNAMED] if self._is_single else {"schedulers": states}
+        return {name: one.state_dict() for name, one in self._by_name.items()}
 
     @property
     def described(self) -> dict[str, Any]:
@@ -108,9 +106,8 @@ class Schedules:
 
     def load_state_dict(self, state: Mapping[str, Any], described: Mapping[str, Any], changes: Changes) -> None:
         """Restore such a state; where the program counts, with its options in the place of those that were saved."""
-        states = state.get("schedulers", {UNNAMED: state})
         for name in self.compare(described, changes):
-            one, saved = self._by_name[name], states.get(name)
+            one, saved = self._by_name[name], state.get(name)
             if one.scheduler is None or not saved:
                 continue
             if changes.are_of_program:

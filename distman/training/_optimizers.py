@@ -201,14 +201,11 @@ class Optimizers:
 
     def state_dict(self) -> dict[str, Any]:
         states = {name: optimizer.state_dict() for name, optimizer in self.by_name.items()}
-        return {
-            **({"optimizer": states[UNNAMED]} if states.keys() == {UNNAMED} else {"optimizers": states}),
-            "described": self._described,
-        }
+        return {"optimizers": states, "described": self._described}
 
     def compare(self, state: Mapping[str, Any], changes: Changes) -> list[str]:
         """Return the names of the optimizers that such a state can be loaded into, and note what differs."""
-        states, described = _states_in(state), state["described"]
+        states, described = state["optimizers"], state["described"]
         if not changes.fit("the names of the optimizers", sorted(states), sorted(self.by_name)):
             states = {name: one for name, one in states.items() if name in self.by_name}
         fitting = []
@@ -222,7 +219,7 @@ class Optimizers:
         return fitting
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
-        states, described = _states_in(state), state["described"]
+        states, described = state["optimizers"], state["described"]
         for name in self.compare(state, changes):
             optimizer = self.by_name[name]
             optimizer.load_state_dict(place_optimizer_state(optimizer, states[name]))
@@ -241,8 +238,3 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer computes the loss several times per step, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _states_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    states: Mapping[str, Any] = state["optimizers"] if "optimizers" in state else {UNNAMED: state["optimizer"]}
-    return states

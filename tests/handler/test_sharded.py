@@ -399,7 +399,7 @@ def test_what_three_ranks_saved_is_resumed_by_two_and_by_one_with_either_strateg
         with pytest.raises(FileNotFoundError if rank == 0 else (FileNotFoundError, RankFailedError)):
             first.load(tmp_path / "nothing")
         expected = weights(first)
-        moments = first.whole_state_dict()["training"]["optimization"]["optimizer"]["state"]
+        moments = first.whole_state_dict()["training"]["optimization"]["optimizers"]["optimizer"]["state"]
     for world_size in (2, 1):
         if rank < world_size:
             with job(world_size, rank, tmp_path / f"{world_size}"):

@@ -149,7 +149,7 @@ def _load(
         training["reason"] = ""  # the program wants to train on, even where that training had stopped
         training["scheduler"] = {} if skip_scheduler else training["scheduler"]
         if handler.optimizer is not None:
-            handler.optimizer.load_state_dict(training["optimization"]["optimizer"])
+            handler.optimizer.load_state_dict(training["optimization"]["optimizers"]["optimizer"])
     state["training"] = training
     handler.distman.load_state_dict(state)
     handler._bridge.done = 0 if training is None else training["epoch"]
