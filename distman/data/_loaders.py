@@ -155,34 +155,12 @@ class TrainingLoader(DataLoader[Any]):
 
 @overload
 def distributed_loader(
-    dataset: Dataset[Any],
-    *,
-    evaluation: Literal[False] = False,
-    batch_size: int = 1,
-    shuffle: bool | None = None,
-    drop_last: bool = False,
-    sampler: Iterable[int] | None = None,
-    batch_sampler: Iterable[Sequence[int]] | None = None,
-    seed: int = 0,
-    group: GroupLike = None,
-    **loader_kwargs: Any,
+    dataset: Dataset[Any], *, evaluation: Literal[False] = False, **options: Any
 ) -> TrainingLoader: ...
 
 
 @overload
-def distributed_loader(
-    dataset: Dataset[Any],
-    *,
-    evaluation: Literal[True],
-    batch_size: int = 1,
-    shuffle: bool | None = None,
-    drop_last: bool = False,
-    sampler: Iterable[int] | None = None,
-    batch_sampler: Iterable[Sequence[int]] | None = None,
-    seed: int = 0,
-    group: GroupLike = None,
-    **loader_kwargs: Any,
-) -> EvaluationLoader: ...
+def distributed_loader(dataset: Dataset[Any], *, evaluation: Literal[True], **options: Any) -> EvaluationLoader: ...
 
 
 def distributed_loader(

@@ -738,38 +738,6 @@ class NNHandler:
         with self._model.evaluating() as model:
             return predict(model, forward, loader, samples=samples, pad=pad, all_ranks=all_ranks, dtype=self._dtype)
 
-    def score(
-        self, t: torch.Tensor, x: torch.Tensor, condition: torch.Tensor | None = None, *, guidance: float = 1.0
-    ) -> torch.Tensor:
-        """Return the estimated gradient of the log-density of the noisy data.
-
-        Local.
-
-        Args:
-            t: Times, shape ``(batch,)``.
-            x: Noisy samples, shape ``(batch, *)``.
-            condition: Their conditions, shape ``(batch, *)``, for a conditional model.
-            guidance: Scale of classifier-free guidance, see :func:`distman.score.score`.
-
-        Returns:
-            The score, shaped as ``x``.
-
-        Raises:
-            DistmanError: :meth:`set_sde` has not been called.
-            ValueError: There is not one time for each sample, or the network returns a different shape.
-
-        Example:
-            >>> class Network(torch.nn.Module):
-            ...     def forward(self, t, x):
-            ...         return -x
-            >>> handler = NNHandler(Network)
-            >>> handler.set_sde("ve", sigma_max=10.0)
-            >>> handler.score(torch.ones(1), torch.ones(1, 2))
-            tensor([[-0.1000, -0.1000]])
-        """
-        conditions = () if condition is None else (condition,)
-        return self._setup.required_score_based().score(self._model.evaluated, t, x, *conditions, guidance=guidance)
-
     @joint
     def sample(self, shape: Sequence[int], **kwargs: Any) -> torch.Tensor:
         """Draw samples from a score-based model; the ranks share the work.

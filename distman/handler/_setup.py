@@ -249,7 +249,7 @@ def make_loader(method: str, data: Any, options: Mapping[str, Any], *, cached: b
             f"data must not be a {type(data).__name__} without batch_size, which could hold samples or batches. Pass "
             "batch_size for samples, or DataLoader(batches, batch_size=None) for batches that each rank has made."
         )
-    make = rank_cached_loader if cached else distributed_loader
+    make: Callable[..., Any] = rank_cached_loader if cached else distributed_loader
     check_options(options, _options_of(make), method)
     return make(data, evaluation=evaluation, **options)
 

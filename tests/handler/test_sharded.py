@@ -127,7 +127,7 @@ def test_sampling_and_densities_wait_for_nobody_in_a_step(rank):
     torch.testing.assert_close(found[0], found[1])
     if rank == 0:
         with pytest.raises(DistmanError, match="must be called within a training step"):
-            handler.score(torch.ones(1), torch.ones(1, 2))
+            handler(torch.ones(1), torch.ones(1, 2))
 
 
 @ranks(1, 2)
