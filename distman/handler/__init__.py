@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # What is imported as itself is for other parts of the package.
-from distman.handler._archive import Preempted, saved_arguments as saved_arguments
+from distman.handler._archive import Preempted
 from distman.handler._callbacks import (
     Best as Best,
     EarlyStopping,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -47,7 +46,7 @@ Source:
     ``EX_TEMPFAIL`` of sysexits.h: try again later.
 """
 
-_CONTENTS = ("model", "model_kwargs", "training", "history", "callbacks")  # what a checkpoint of a handler holds
+_CONTENTS = ("model", "training", "history", "callbacks")  # what a checkpoint of a handler holds
 
 _REST = "rest"
 _PARTS = "parts"
@@ -98,10 +97,8 @@ class AutoSave:
 class Archive:
     """The history of a training, how far it is, and the state from which it is resumed."""
 
-    def __init__(
-        self, model: TrainedModel, callbacks: Callbacks, model_kwargs: Mapping[str, Any], reporter: Reporter
-    ) -> None:
-        self._model, self._callbacks, self._model_kwargs, self._reporter = model, callbacks, model_kwargs, reporter
+    def __init__(self, model: TrainedModel, callbacks: Callbacks, reporter: Reporter) -> None:
+        self._model, self._callbacks, self._reporter = model, callbacks, reporter
         self.history = History()
         self.auto_save: AutoSave | None = None
         self.training: Training | None = None  # of the latest run, or of the current one
@@ -145,7 +142,6 @@ class Archive:
             training = {**self.training.state_dict(), "phases": self._phases}
         return {
             "model": self._model.state_dict(),
-            "model_kwargs": {name: value for name, value in self._model_kwargs.items() if _is_storable(value)},
             "training": training,
             "history": self.history.state_dict(),
             "callbacks": self._callbacks.state_dict(),
@@ -233,26 +229,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             "weights of a file of Lightning, torch.save or another library by handler.load(path, only='model')."
         )
     return dict(state)
-
-
-def saved_arguments(saved: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments of a checkpoint for what a function passes them on to; none may be for the function."""
-    kinds = {name: one.kind for name, one in inspect.signature(function).parameters.items()}
-    own = {name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD}
-    if meant := sorted(own & saved.keys()):
-        raise CheckpointError(
-            f"the arguments in a checkpoint must be for the class that it names, got {', '.join(meant)} for "
-            f"{function.__name__}. Do not trust its source."
-        )
-    return dict(saved)
-
-
-def _is_storable(value: object) -> bool:
-    try:
-        check_state(value)
-    except ValueError:
-        return False
-    return True
 
 
 def _own_path(path: str | os.PathLike[str]) -> str:

@@ -19,7 +19,7 @@ from distman.checkpoint import CheckpointFolder, check_writable
 from distman.data import generators_preserved
 from distman.errors import DistmanError
 from distman.handler._accumulators import MetricFunction, StatefulMetric
-from distman.handler._archive import Archive, AutoSave, read_checkpoint, saved_arguments, whole
+from distman.handler._archive import Archive, AutoSave, read_checkpoint, whole
 from distman.handler._callbacks import ModelCheckpoint
 from distman.handler._evaluation import evaluate, predict
 from distman.handler._events import Callback, Events
@@ -136,43 +136,12 @@ class NNHandler:
         self._model, self._seed = model, seed or 0
         self._setup = Setup()
         self._reporter = Reporter(logger_mode, Path(log_file))
-        self._archive = Archive(model, self._setup.callbacks, model_kwargs, self._reporter)
+        self._archive = Archive(model, self._setup.callbacks, self._reporter)
         self._dtype: torch.dtype | None = None  # of mixed precision, as in the latest training
 
     def __repr__(self) -> str:
         optimizers = ", ".join(type(one).__name__ for one in self._setup.optimizers.values()) or "no optimizer"
         return f"NNHandler({type(self.module).__name__}, {optimizers}, {self.history!r}, num_steps={self.num_steps})"
-
-    @classmethod
-    def initialize_from_checkpoint(
-        cls, path: str | os.PathLike[str], model_class: Callable[..., torch.nn.Module], **kwargs: Any
-    ) -> NNHandler:
-        """Return a handler whose model has the arguments and the weights of a checkpoint.
-
-        Collective.
-
-        Args:
-            path: The file.
-            model_class: The model's class, or a function that makes the model.
-            kwargs: Arguments of the handler; and those of the model that differ from the saved ones, or that could not
-                be saved: only numbers, strings, lists and tensors can.
-
-        Raises:
-            CheckpointError: It has arguments for the handler.
-            Exception: On the rank where reading failed: the reason.
-            RankFailedError: On the other ranks.
-
-        Example:
-            >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
-            >>> handler.save("model.pt")
-            >>> NNHandler.initialize_from_checkpoint("model.pt", torch.nn.Linear).module
-            Linear(in_features=2, out_features=1, bias=True)
-        """
-        _manager(kwargs.get("device"), use_distributed=kwargs.get("use_distributed"))
-        saved = read_checkpoint(path)
-        handler = cls(model_class, **{**saved_arguments(saved["model_kwargs"], cls), **kwargs})
-        handler._archive.take(saved)
-        return handler
 
     @property
     def model(self) -> torch.nn.Module:
@@ -901,7 +870,7 @@ class NNHandler:
             >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
             >>> handler.save("run/model.pt")
             >>> sorted(load("run/model.pt"))
-            ['callbacks', 'history', 'model', 'model_kwargs', 'training']
+            ['callbacks', 'history', 'model', 'training']
         """
         self._archive.save(path, sharded=sharded)
 

@@ -1,6 +1,5 @@
 """A training that is cut off anywhere and gone on with is the training that was never cut off, bit for bit."""
 
-import inspect
 import logging
 import math
 import random
@@ -298,11 +297,12 @@ def test_train_again_goes_on_and_a_finished_one_does_nothing():
 
 
 @ranks(1, 2)
-def test_save_load_and_a_handler_from_a_checkpoint(tmp_path, rank):
+def test_save_and_load(tmp_path, rank):
     handler = make_handler(8, dtype=torch.float32)
     handler.train(2, ema_decay=0.5)
     handler.save(tmp_path / "model.pt")
-    loaded = NNHandler.initialize_from_checkpoint(tmp_path / "model.pt", Network, dtype=torch.float32)
+    loaded = make_handler(8, dtype=torch.float32)
+    loaded.load(tmp_path / "model.pt")
     inputs = regression(torch.float32).tensors[0]
     assert torch.equal(loaded(inputs), handler(inputs))
     expected, found = handler.predict(inputs), loaded.predict(inputs)
@@ -333,11 +333,10 @@ def test_files_that_are_no_checkpoints(tmp_path, rank):
     with pytest.raises((CheckpointError, RankFailedError), match=r"bad\.pt"):
         handler.load(tmp_path / "bad.pt")
     checkpoint.save(handler.module.state_dict(), tmp_path / "weights.pt")
-    for load in (handler.load, lambda path: NNHandler.initialize_from_checkpoint(path, Network)):
-        with pytest.raises(
-            CheckpointError, match=r"must hold what NNHandler.save\(\) wrote, but has no model, .* Begin with"
-        ):
-            load(tmp_path / "weights.pt")
+    with pytest.raises(
+        CheckpointError, match=r"must hold what NNHandler.save\(\) wrote, but has no model, .* Begin with"
+    ):
+        handler.load(tmp_path / "weights.pt")
     other = NNHandler(nn.Linear, in_features=1, out_features=1)
     other.save(tmp_path / "other.pt")
     with pytest.raises(RuntimeError, match="Missing key"):
@@ -423,20 +422,6 @@ def test_a_number_of_best_checkpoints_must_be_one(tmp_path):
         ModelCheckpoint(tmp_path, num_best="all")
 
 
-@ranks(2)
-def test_arguments_that_no_checkpoint_holds_are_passed_again(tmp_path):
-    handler = NNHandler(TakesAClass, activation=nn.Tanh, width=3)
-    handler.save(tmp_path / "model.pt")
-    loaded = NNHandler.initialize_from_checkpoint(tmp_path / "model.pt", TakesAClass, activation=nn.Tanh)
-    assert loaded.module.width == 3
-
-
-class TakesAClass(nn.Linear):
-    def __init__(self, activation, width):
-        super().__init__(width, 1)
-        self.activation, self.width = activation(), width
-
-
 def test_the_log_says_what_a_training_resumes_from_if_the_latest_checkpoint_is_damaged(tmp_path, caplog):
     handler = make_handler(8)
     handler.auto_save(tmp_path, every_steps=1)
@@ -520,7 +505,8 @@ def test_fine_tuning_goes_on_from_its_own_checkpoints(tmp_path):
     trained.save(tmp_path / "trained.pt")
 
     def tune():
-        handler = NNHandler.initialize_from_checkpoint(tmp_path / "trained.pt", Network, dtype=torch.float64)
+        handler = NNHandler(Network, dtype=torch.float64)
+        handler.load(tmp_path / "trained.pt")
         assert handler.num_steps == trained.num_steps
         handler.set_optimizer(torch.optim.Adam, lr=0.02)
         handler.set_loss_fn(nn.functional.mse_loss)
@@ -627,19 +613,6 @@ def test_validating_saving_and_resuming_leave_a_training_as_it_is(tmp_path):
     assert handler.history["loss"] == undisturbed.history["loss"]
     assert torch.equal(handler.module.queue, undisturbed.module.queue)
     assert num_calls == undisturbed.num_steps + 1  # of the step that was cut off
-
-
-@pytest.mark.parametrize("name", [one for one in inspect.signature(NNHandler).parameters if one != "model_kwargs"])
-def test_a_checkpoint_has_no_arguments_for_the_handler(name, tmp_path, monkeypatch):
-    """Among them is the file to which it logs."""
-    monkeypatch.chdir(tmp_path)
-    make_handler(65).save("model.pt")
-    state = checkpoint.load("model.pt")
-    state["model_kwargs"] |= {"logger_mode": "both", name: "planted"}
-    checkpoint.save(state, "model.pt")
-    with pytest.raises(CheckpointError, match=rf"must be for the class that it names, got .*{name}"):
-        NNHandler.initialize_from_checkpoint("model.pt", Network, dtype=torch.float64)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 
 
 @ranks(1, 2)

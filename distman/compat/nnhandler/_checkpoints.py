@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from distman._base.process_state import puts_back
 from distman.checkpoint import check_state
 from distman.compat.nnhandler._ddp import start
 from distman.errors import CheckpointError
-from distman.handler import saved_arguments
 
 H = TypeVar("H")
 KEY = "nnhandler"
@@ -120,17 +120,17 @@ def _load(
     made = state.pop(KEY)
     if handler is None:
         model_class = _class_of(made["model"], torch.nn.Module, classes)
-        arguments = saved_arguments(made["model"]["kwargs"], owner)
+        arguments = _saved_arguments(made["model"]["kwargs"], owner)
         handler = owner(model_class, device or "cpu", model_type=made["model_type"], **arguments)
         if made["optimizer"] and not skip_optimizer:
             optimizer_class = _class_of(made["optimizer"], torch.optim.Optimizer, classes)
             handler.set_optimizer(
-                optimizer_class, **saved_arguments(made["optimizer"]["kwargs"], handler.set_optimizer)
+                optimizer_class, **_saved_arguments(made["optimizer"]["kwargs"], handler.set_optimizer)
             )
             if made["scheduler"] and not skip_scheduler:
                 scheduler_class = _class_of(made["scheduler"], torch.optim.lr_scheduler.LRScheduler, classes)
                 handler.set_scheduler(
-                    scheduler_class, **saved_arguments(made["scheduler"]["kwargs"], handler.set_scheduler)
+                    scheduler_class, **_saved_arguments(made["scheduler"]["kwargs"], handler.set_scheduler)
                 )
     handler._seed = made["seed"]
     handler.complimentary_kwargs = made["complimentary_kwargs"]
@@ -236,3 +236,15 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 def with_suffix(path: str) -> Path:
     """Return the path of a checkpoint, which ends in ``.pth``."""
     return Path(path if path.endswith(".pth") else f"{path}.pth")
+
+
+def _saved_arguments(saved: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments of a checkpoint for what a function passes them on to; none may be for the function."""
+    kinds = {name: one.kind for name, one in inspect.signature(function).parameters.items()}
+    own = {name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD}
+    if meant := sorted(own & saved.keys()):
+        raise CheckpointError(
+            f"the arguments in a checkpoint must be for the class that it names, got {', '.join(meant)} for "
+            f"{function.__name__}. Do not trust its source."
+        )
+    return dict(saved)
