@@ -168,20 +168,12 @@ def distributed_stream(dataset: Iterable[Any], *, group: GroupLike = None) -> Di
         >>> [own[-1] for own in all_gather_objects([*loader])]  # the third file is shared
         [['file 2, line 0'], ['file 2, line 1']]
     """
-    if isinstance(dataset, DataLoader):
-        raise TypeError(
-            "dataset must be a stream of samples, got a DataLoader. Pass what it loads, and the result to a DataLoader."
-        )
-    if isinstance(dataset, Iterator):
-        raise TypeError(
-            f"dataset must be re-iterable, once per epoch, got the iterator {dataset!r}. Pass an object whose __iter__ "
-            "starts over."
-        )
     is_map_style = isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset)
-    if is_map_style or not isinstance(dataset, Iterable):
+    if is_map_style or isinstance(dataset, DataLoader | Iterator) or not isinstance(dataset, Iterable):
         raise TypeError(
-            f"dataset must be an IterableDataset or another iterable of samples, got {type(dataset).__name__}. Pass a "
-            "map-style dataset to distributed_loader()."
+            "dataset must be an IterableDataset, or another iterable of samples that starts over each time, got a "
+            f"{type(dataset).__name__}. Pass a map-style dataset to distributed_loader(), and not a loader but what it "
+            "loads."
         )
     if hasattr(dataset, "shard") and not hasattr(dataset, "num_shards"):
         raise TypeError(

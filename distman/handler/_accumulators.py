@@ -20,7 +20,7 @@ from distman.manager import DistributedManager
 from distman.training import Step
 
 MetricFunction = Callable[[Any, Any], float | torch.Tensor]
-_OF_THE_RECORD = ("epoch", "step", "lr", "seconds", "skipped")
+RESERVED = ("epoch", "step", "lr", "seconds", "skipped")  # names that records have besides those of numbers
 
 _MOST_UNREAD = 32  # steps from one reading to the next, for each of which the host waits for the GPU
 
@@ -186,7 +186,7 @@ def as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:
 
 
 def _checked(name: object) -> str:
-    if not isinstance(name, str) or name in _OF_THE_RECORD or name.startswith(("val_", "lr_")):
+    if not isinstance(name, str) or name in RESERVED or name.startswith(("val_", "lr_")):
         raise ValueError(
             f"a step must return numbers by names that the history does not have, got {name!r}. Choose another name."
         )

@@ -18,7 +18,7 @@ from distman._job.device import resolve_device
 from distman.checkpoint import CheckpointFolder, check_writable
 from distman.data import generators_preserved
 from distman.errors import DistmanError
-from distman.handler._accumulators import MetricFunction, StatefulMetric
+from distman.handler._accumulators import RESERVED, MetricFunction, StatefulMetric
 from distman.handler._archive import Archive, AutoSave, read_checkpoint, whole
 from distman.handler._callbacks import ModelCheckpoint
 from distman.handler._evaluation import evaluate, predict
@@ -46,9 +46,6 @@ from distman.training import UNNAMED, Changes, NumSamples, StepOptions, TrainedM
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_RESERVED_NAMES = ("epoch", "loss", "lr", "seconds", "skipped")
-"""Names that the history has besides those of metrics; see :class:`History`."""
 
 _VALIDATION = 1  # tells the seeds of validations from those of the training
 
@@ -467,7 +464,7 @@ class NNHandler:
             >>> handler.validate()
             {'loss': 4.0, 'error': 2.0}
         """
-        if name in self._setup.metrics or name in _RESERVED_NAMES or name.startswith("val_"):
+        if name in self._setup.metrics or name in (*RESERVED, "loss") or name.startswith("val_"):
             raise ValueError(f"name must be a new one, got {name!r}. Choose another, or call clear_metrics() first.")
         self._setup.metrics[name] = metric
 

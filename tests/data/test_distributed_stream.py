@@ -143,13 +143,8 @@ def test_a_position_is_restored_without_reading_again(seed):
 
 
 def test_what_is_no_stream_is_refused():
-    for wrong, message in (
-        (DataLoader([1]), "must be a stream of samples, got a DataLoader. Pass what it loads"),
-        (iter([1]), "must be re-iterable, once per epoch, got the iterator"),
-        (TensorDataset(torch.ones(1)), r"must be an .*, got TensorDataset. Pass .* to distributed_loader\(\)"),
-        (3, "must be an IterableDataset or another iterable of samples, got int"),
-    ):
-        with pytest.raises(TypeError, match=f"dataset {message}"):
+    for wrong in (DataLoader([1]), iter([1]), TensorDataset(torch.ones(1)), 3):
+        with pytest.raises(TypeError, match=f"dataset must be an IterableDataset.*, got a {type(wrong).__name__}"):
             distributed_stream(wrong)
 
 
