@@ -15,7 +15,6 @@ from distman.handler._history import History
 from distman.handler._nn_handler import NNHandler
 from distman.handler._objective import evaluating as evaluating
 from distman.handler._tracking import JsonLinesTracker, MLflowTracker, TensorBoardTracker, Tracker, WandbTracker
-from distman.handler._warm_start import TakenWeights
 from distman.training import Stepper
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "Preempted",
     "ReplicaCheck",
     "Stepper",
-    "TakenWeights",
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",

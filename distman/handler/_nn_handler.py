@@ -39,7 +39,7 @@ from distman.handler._setup import (
 )
 from distman.handler._tracking import Tracker
 from distman.handler._training import Limits, Training
-from distman.handler._warm_start import TakenWeights, take_weights
+from distman.handler._warm_start import as_text, take_weights
 from distman.manager import DistributedManager
 from distman.score import SDE, Weighting
 from distman.training import UNNAMED, Changes, NumSamples, StepOptions, TrainedModel, check_strategy
@@ -902,7 +902,7 @@ class NNHandler:
         only: Literal["model"] | None = None,
         strict: bool = True,
         on_change: Literal["file", "program", "error"] | None = None,
-    ) -> TakenWeights | None:
+    ) -> dict[str, list[str]] | None:
         """Restore the training from what was saved by any number of ranks; the next :meth:`train` resumes from it.
 
         Collective. Blocking. Add callbacks first, so that they are restored too.
@@ -918,7 +918,9 @@ class NNHandler:
             on_change: See :meth:`auto_save`.
 
         Returns:
-            What has been taken and what has not, which rank 0 logs too; None for a whole training.
+            Names of parameters and buffers that were ``"taken"``, which rank 0 logs too; of those that are
+            ``"missing"`` in the file or ``"misshapen"`` there, and are as they were; and of those that are
+            ``"unexpected"``, by their names in the file. None for a whole training.
 
         Raises:
             CheckpointError: It holds something else, such as weights alone; or the weights do not fit.
@@ -935,8 +937,8 @@ class NNHandler:
             >>> torch.equal(handler.module.weight, other.module.weight)
             True
             >>> wider = NNHandler(torch.nn.Linear, in_features=3, out_features=1)
-            >>> print(wider.load("model.pt", only="model", strict=False))
-            taken: bias; of another shape: weight
+            >>> wider.load("model.pt", only="model", strict=False)
+            {'taken': ['bias'], 'missing': [], 'misshapen': ['weight'], 'unexpected': []}
         """
         if only not in (None, "model") or (only is None and not strict):
             raise ValueError(
@@ -948,7 +950,7 @@ class NNHandler:
             return None
         taken = take_weights(self.module, path, strict=strict)
         self._model.average = None  # of other weights
-        self._reporter.log("weights of %s: %s", os.fspath(path), taken)
+        self._reporter.log("weights of %s: %s", os.fspath(path), as_text(taken))
         return taken
 
     def plot_losses(self, path: str | os.PathLike[str], *, log: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,45 +23,8 @@ _HOLDERS = ("module", "state_dict", "model_state_dict", "model")
 _MOST_SHOWN = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class TakenWeights:
-    """What a model has taken from a file: names of its parameters and buffers.
-
-    Args:
-        taken: What has been taken.
-        missing: What the file does not have; it is as it was.
-        misshapen: What has another shape in the file; it is as it was.
-        unexpected: What the file has and the model does not, by its name in the file.
-
-    Example:
-        >>> torch.save(torch.nn.Linear(2, 1, bias=False).state_dict(), "weights.pt")
-        >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
-        >>> handler.load("weights.pt", only="model", strict=False)
-        TakenWeights(taken=['weight'], missing=['bias'], misshapen=[], unexpected=[])
-    """
-
-    taken: list[str]
-    missing: list[str]
-    misshapen: list[str]
-    unexpected: list[str]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether file and model have the same."""
-        return not (self.missing or self.misshapen or self.unexpected)
-
-    def __str__(self) -> str:
-        lists = {
-            "taken": self.taken,
-            "not in the file": self.missing,
-            "of another shape": self.misshapen,
-            "not in the model": self.unexpected,
-        }
-        return "; ".join(f"{what}: {_some(names)}" for what, names in lists.items() if names) or "nothing"
-
-
-def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool) -> TakenWeights:
-    """Load weights into a model. Collective."""
+def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool) -> dict[str, list[str]]:
+    """Load weights into a model, see :meth:`NNHandler.load`. Collective."""
     found = _find_weights(_read(path, module), path)
     weights = {without_compiled(name): value for name, value in found.items()}
     own = model_state(module)
@@ -70,15 +32,15 @@ def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, stric
     named = {name.removeprefix(prefix): value for name, value in weights.items()}
     common = [name for name in own if name in named]
     taken = [name for name in common if _shape(named[name]) == _shape(own[name])]
-    result = TakenWeights(
-        taken=taken,
-        missing=[name for name in own if name not in named],
-        misshapen=[name for name in common if name not in taken],
-        unexpected=[name for name in weights if name.removeprefix(prefix) not in own],
-    )
-    if not taken or (strict and not result.is_complete):
+    result = {
+        "taken": taken,
+        "missing": [name for name in own if name not in named],
+        "misshapen": [name for name in common if name not in taken],
+        "unexpected": [name for name in weights if name.removeprefix(prefix) not in own],
+    }
+    if not taken or (strict and any(result[what] for what in result if what != "taken")):
         raise CheckpointError(
-            f"the file must hold the weights of the model, got {result} in {os.fspath(path)}. "
+            f"the file must hold the weights of the model, got {as_text(result)} in {os.fspath(path)}. "
             + ("Pass strict=False to take those that fit." if taken else "Load it into the model that it is of.")
         )
     load_model_state(module, place_parts(module, {name: named[name] for name in taken}), strict=False)
@@ -126,6 +88,10 @@ def _ends(name: str) -> Iterator[str]:
 
 def _shape(value: Any) -> object:
     return value.shape if isinstance(value, torch.Tensor) else type(value)
+
+
+def as_text(result: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{what}: {_some(names)}" for what, names in result.items() if names)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -138,7 +138,7 @@ ASKS_NOBODY = {
     *("ParallelExecutor", "as_cpu", "parallelize_on_gpus", "initialize_ddp"),
     *("Callback", "EarlyStopping", "History", "ModelCheckpoint", "NNHandler", "Preempted"),
     "ReplicaCheck",
-    *("Tracker", "JsonLinesTracker", "MLflowTracker", "TensorBoardTracker", "WandbTracker", "TakenWeights"),
+    *("Tracker", "JsonLinesTracker", "MLflowTracker", "TensorBoardTracker", "WandbTracker"),
 }
 
 
