@@ -19,7 +19,7 @@ from distman.checkpoint import CheckpointFolder, check_writable
 from distman.data import generators_preserved
 from distman.errors import DistmanError
 from distman.handler._accumulators import RESERVED, MetricFunction, StatefulMetric
-from distman.handler._archive import Archive, AutoSave, read_checkpoint, whole
+from distman.handler._archive import Archive, AutoSave, as_text, read_checkpoint, take_weights, whole
 from distman.handler._callbacks import ModelCheckpoint
 from distman.handler._evaluation import evaluate, predict
 from distman.handler._events import Callback, Events
@@ -39,7 +39,6 @@ from distman.handler._setup import (
 )
 from distman.handler._tracking import Tracker
 from distman.handler._training import Limits, Training
-from distman.handler._warm_start import as_text, take_weights
 from distman.manager import DistributedManager
 from distman.score import SDE, Weighting
 from distman.training import UNNAMED, Changes, NumSamples, StepOptions, TrainedModel, check_strategy
