@@ -293,18 +293,11 @@ def _lock(file: io.FileIO) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
-def _unlink_abandoned(path: Path) -> bool:
-    """Remove a file without a writer, and return whether it had none; False where that cannot be known.
-
-    It is removed under the lock, so that no writer can take it in between.
-    """
-    try:
-        with path.open("r+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-    except OSError:
-        return False
-    return True
+def _unlink_abandoned(path: Path) -> None:
+    """Remove a file if it is known to have no writer; under the lock, so that none can take it in between."""
+    with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:
