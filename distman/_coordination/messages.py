@@ -1,7 +1,4 @@
-"""What other processes wrote, decoded: a message is JSON, and its fields are checked before anybody uses them.
-
-A message that is malformed is an error, or, where strangers can write, dropped with one warning.
-"""
+"""What other processes wrote, decoded: a message is JSON, and its fields are checked before anybody uses them."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from distman._base.log import logger
-from distman._base.process_state import puts_back
 from distman._base.text import printable
 from distman.errors import DistmanError
 
@@ -24,7 +19,6 @@ if TYPE_CHECKING:
 
 
 _MOST_BYTES = 32 << 20  # more than where 100,000 ranks are, which is the longest honest message; read within a second
-_MOST_WARNINGS = 100  # of a process: ever new nonsense must not fill its log
 _ADDRESS = re.compile(r"[\w.:%-]{1,253}", re.ASCII)  # what a resolver takes without raising of its own
 _MOST_ADDRESSES = 32  # of a host; each may take seconds to try
 _PORTS = range(1, 1 << 16)
@@ -32,8 +26,6 @@ _NOTHING = "-"  # no value of the protocol
 
 Kind = TypeVar("Kind")
 _Reader = Callable[[Any], Any]
-
-_dropped: set[str] = set()
 
 
 def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
@@ -59,7 +51,6 @@ class MalformedMessageError(DistmanError):
     """What another process wrote is not what it should be."""
 
     def __init__(self, what: str, reason: str) -> None:
-        self.what = what
         super().__init__(
             f"reading {what} failed: {printable(reason)}. See that all hosts have one release of distman, and that "
             "nothing else writes to this job."
@@ -80,13 +71,6 @@ def decode(data: str | bytes, kind: type[Kind], what: str) -> Kind:
 def get_ready_to_decode(kind: type) -> None:
     """Find out what messages of a kind hold: it takes a millisecond, and is done once."""
     _reader(kind)
-
-
-def decode_row(data: str | bytes, kind: type[Kind], what: str) -> Kind:
-    """Return a message that is a dataclass, of which the values alone travel; otherwise as :func:`decode`."""
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # it is a dataclass
-    row: list[object] = decode(data, list[object], what)
-    return checked(dict(zip(names, row, strict=False)), kind, what)
 
 
 def checked(value: object, kind: type[Kind], what: str) -> Kind:
@@ -120,22 +104,6 @@ def read_at_once(store: Store, key: str) -> str | None:
     return found if found != _NOTHING else None
 
 
-def unless_malformed(read: Callable[[], Kind]) -> Kind | None:
-    """Return what a function reads; None if that is malformed, of which a warning tells once."""
-    try:
-        return read()
-    except MalformedMessageError as error:
-        drop(error)
-        return None
-
-
-def drop(error: MalformedMessageError) -> None:
-    """Warn of a malformed message, the first time that one was there."""
-    if error.what not in _dropped and len(_dropped) < _MOST_WARNINGS:
-        _dropped.add(error.what)
-        logger.warning("a malformed message is dropped: %s", error)
-
-
 def claim(store: Store, key: str, mine: str | bytes, read: Callable[[bytes], Kind]) -> Kind:
     """Set a key unless there is a message already, and return the one that is there."""
     return read(store.compare_set(key, "", mine))  # type: ignore[arg-type]  # torch's stubs lack bytes
@@ -163,11 +131,6 @@ def count(store: Store, key: str, amount: int = 0) -> int:
 def no_counter(key: str, error: Exception) -> MalformedMessageError:
     """Return what to raise where a counter holds no number."""
     return MalformedMessageError(f"the counter {key!r}", f"it is not a number ({error})")
-
-
-@puts_back
-def _forget_warnings() -> None:
-    _dropped.clear()
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from distman._coordination.failure.job_abort import abort_job_after, ending_of
 from distman._coordination.sync import StoreGroup
 from distman._job.meeting import mpi
 from distman._job.meeting.join import Rendezvous
-from distman._job.meeting.peers import Peer, Peers
+from distman._job.meeting.peers import Peer
 from distman._store.torch_store import TorchStore
 from distman.environments import LAUNCHERS, LaunchEnvironment
 from distman.errors import JobFailed
@@ -37,7 +37,7 @@ class Job:
     device: torch.device
     backend: str | None  # backend of the process group; None where there is none
     limits: Limits
-    roll_call: Peers  # all ranks, in rank order
+    roll_call: tuple[Peer, ...]  # all ranks, in rank order
     environment: LaunchEnvironment
     rendezvous: Rendezvous | None = None  # where the ranks met; None on one process without a group
     is_adopted: bool = False  # whether other code made the process group

@@ -34,8 +34,7 @@ from distman._job.meeting import mpi
 from distman._job.meeting.announced import ADOPTED, over_group
 from distman._job.meeting.endpoint import UNIX, nothing
 from distman._job.meeting.join import Rendezvous, join, join_at, join_record_of, warn_of_strangers
-from distman._job.meeting.join_record import JoinRecord
-from distman._job.meeting.peers import complete
+from distman._job.meeting.peers import JoinRecord, complete
 from distman._job.meeting.secret import Protection, Source, check_adoption, find_agents
 from distman._job.walls import within_rendezvous
 from distman._store.torch_store import TorchStore
@@ -220,7 +219,7 @@ def _left_to_themselves(job: Job) -> tuple[int, ...]:
     """Return the ranks of this host, where the launcher ends none of them after a failure."""
     launcher = LAUNCHERS[job.environment.launcher]
     is_left = launcher.on_failure is OnFailure.WAITS and not (launcher.ends_leftovers or launcher.cancel_command)
-    return job.roll_call.beside(job.peer) if is_left else ()
+    return tuple(one.rank for one in job.roll_call if one.machine == job.peer.machine) if is_left else ()
 
 
 def _start_alone(

@@ -121,16 +121,13 @@ def measure_membership(num_ranks: int = 1024) -> None:
     """Time the membership check of simulated ranks, threads of some processes, with a real store on TCP."""
     from distman._job.meeting.address import derive_ports
     from distman._job.meeting.join import allow_open_files
-    from distman._job.meeting.join_record import JoinRecord, Origin
     from distman._job.meeting.membership import establish_membership
-    from distman._job.meeting.peers import Peers
+    from distman._job.meeting.peers import JoinRecord, Peer
     from distman._job.meeting.places import AtPorts
 
     allow_open_files(FILES_PER_RANK * num_ranks)
     name = f"benchmark-{os.getpid()}"
     point = AtPorts(name, ("127.0.0.1",), derive_ports(name), "the benchmark", is_host=False)
-
-    origin = Origin.of_this_process()
 
     def join_record(rank: int) -> JoinRecord:
         place = {"local_rank": rank % 8, "local_world_size": 8, "node_rank": rank // 8, "num_nodes": num_ranks // 8}
@@ -149,11 +146,12 @@ def measure_membership(num_ranks: int = 1024) -> None:
             is_sharing_allowed=False,
             torch="2.13.0",
             distman="0.1.0",
-            origin=origin,
+            started=0.0,
+            command="train.py",
             **place,
         )
 
-    def attend(rank: int, here: threading.Barrier) -> Peers:
+    def attend(rank: int, here: threading.Barrier) -> tuple[Peer, ...]:
         job_store = point.open(0, 60) if rank == 0 else point.find(rank, 60)
         stores.append(job_store)
         store = job_store.store.part("roll")

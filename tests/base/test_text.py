@@ -23,9 +23,8 @@ from distman._coordination.monitor.deadlocks import reason_of
 from distman._coordination.monitor.hang import Answer, write_report
 from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.sections import ExclusiveSections
-from distman._job.meeting.join_record import JoinRecord, Origin
 from distman._job.meeting.membership import _Verdict
-from distman._job.meeting.peers import complete, describe_present, find_faults
+from distman._job.meeting.peers import JoinRecord, complete, describe_present, find_faults
 from distman.collectives._headers import describe
 from distman.errors import DistmanError
 from distman.executor._pool import DeviceWorker
@@ -149,7 +148,7 @@ def places_of_others(text):
 def join_records(text):
     hints = typing.get_type_hints(JoinRecord, include_extras=True)
     shown = {name: text for name, kind in hints.items() if kind == Line}
-    fields = dataclasses.asdict(join_record(1, origin=Origin(1.0, text, text, 1, 1))) | shown
+    fields = dataclasses.asdict(join_record(1)) | shown
     others = [join_record(0), decode(json.dumps(fields), JoinRecord, "it")]
     verdict = _Verdict.unpack(_Verdict(complete(others), error=text).pack())
     peer = verdict.peers[1]

@@ -14,7 +14,7 @@ from distman._base import timing
 from distman._base.text import shortened
 from distman._coordination import protocol
 from distman._coordination.failure.short_traceback import short_traceback
-from distman._coordination.messages import MalformedMessageError, claim, decode, decode_text
+from distman._coordination.messages import claim, decode
 from distman._coordination.timeouts import result_within
 from distman.errors import JobFailed, RankFailedError
 
@@ -120,18 +120,6 @@ class FailureRecord:
             "lost power or its network. See whether both are up."
         )
         return cls.about(place, SILENT, text)
-
-    @classmethod
-    def told(cls, data: bytes) -> FailureRecord:
-        """Return the record that a process told of itself before it joined, be it of another release of the package."""
-        try:
-            return cls.decoded(data, "the failure of a process that had not joined")
-        except MalformedMessageError:
-            text = (
-                "failed before it joined, and told of it in words of another release of distman: "
-                f"{shortened(decode_text(data), _MAX_TEXT)}. Install one release on all hosts."
-            )
-            return cls(-1, "unknown host", 0, "unknown", text)
 
     @classmethod
     def read(cls, store: TorchStore) -> FailureRecord | None:

@@ -6,7 +6,7 @@ import torch
 
 from distman._job.device import backend_for, pick_device
 from distman._job.manager.state import SharedState, instance_property
-from distman._job.meeting.peers import Peers
+from distman._job.meeting.peers import Peer
 
 
 class Place(SharedState):
@@ -78,7 +78,7 @@ class Place(SharedState):
         return self._state.job.peer.launcher
 
     @instance_property
-    def roll_call(self) -> Peers:
+    def roll_call(self) -> tuple[Peer, ...]:
         """Every rank of the job with its host, pid, device and versions, in rank order; the same on all ranks."""
         return self._state.job.roll_call
 

@@ -39,40 +39,18 @@ ADOPTED = "the process group that existed before"
 
 @dataclasses.dataclass(frozen=True)
 class Announcement:
-    """Where the store is."""
+    """Where the store is, and what lets in there."""
 
     addresses: Addresses
     port: Port
     job: str  # the name that the rank that opened it has given to this start
-
-    def endpoint(self, point: AtPorts, secret: bytes | None = None) -> AtPorts:
-        """Return where to look for the store of a job that would meet at ``point``."""
-        protection = dataclasses.replace(point.protection, key=secret) if secret else point.protection
-        place = dataclasses.replace(point, addresses=self.addresses, ports=(self.port,), is_host=False)
-        return dataclasses.replace(place, job_id=self.job, protection=protection)
+    secret: str = dataclasses.field(repr=False)
 
 
 def useful_elsewhere(addresses: list[str]) -> tuple[str, ...]:
     """Return the addresses of a host without those that mean every other host itself, unless there are no others."""
     # There, another user's program may listen, and pass on what it hears.
     return tuple(address for address in addresses if not means_loopback(address)) or tuple(addresses)
-
-
-def _open_anywhere(
-    point: AtPorts, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing
-) -> tuple[JobStore, Announcement]:
-    """Open the store at any free port, and return it and what the other ranks have to know."""
-    name = f"{point.job_id}/{secrets.token_hex(8)}"
-    here = dataclasses.replace(point, job_id=name, addresses=("0.0.0.0",), ports=())  # noqa: S104 - for all nodes
-    opened = here.open(rank, timeout, meanwhile)
-    addresses = useful_elsewhere(own_addresses())
-    announcement = Announcement(addresses, urlsplit(opened.url).port or 0, name)
-    opened.url = url_of((addresses[0], announcement.port))
-    return opened, announcement
-
-
-Told = tuple[Announcement, bytes | None]
-"""Where the store is, and its secret."""
 
 
 class Announced:
@@ -83,84 +61,74 @@ class Announced:
 
     def __init__(
         self,
-        name: str,
-        source: str,
-        protection: Protection,
-        unreachable_after: float,
-        broadcast: Callable[[Callable[[], Told], float], Told],
-        *,
-        is_host: bool,
+        point: AtPorts,
+        broadcast: Callable[[Callable[[], Announcement], float], Announcement],
     ) -> None:
-        self.source = source
-        self.is_host = is_host
+        self.source = point.source
+        self.is_host = point.is_host
+        self._point = point
         self._broadcast = broadcast
-        self._point = AtPorts(name, (), (), source, is_host, "rank 0", protection, unreachable_after)
 
     def open(self, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
         """Take part in the broadcast, by which the other ranks find the store."""
         opened: list[JobStore] = []
 
-        def open_here() -> Told:
-            job_store, announcement = _open_anywhere(self._point, rank, timeout, meanwhile)
-            opened.append(job_store)
-            return announcement, job_store.secret
+        def open_here() -> Announcement:
+            addresses, name = useful_elsewhere(own_addresses()), f"{self._point.job_id}/{secrets.token_hex(8)}"
+            anywhere = dataclasses.replace(self._point, job_id=name, addresses=("0.0.0.0",))  # noqa: S104 - for all nodes
+            opened.append(anywhere.open(rank, timeout, meanwhile))
+            port = urlsplit(opened[0].url).port or 0
+            opened[0].url = url_of((addresses[0], port))
+            return Announcement(addresses, port, name, (opened[0].secret or b"").decode(errors="surrogateescape"))
 
         try:
-            announcement, secret = self._broadcast(open_here, timeout)
+            told = self._broadcast(open_here, timeout)
         except BaseException:  # Ctrl-C too: a connection that is left open would count as a member
             for job_store in opened:
                 job_store.close()
             raise
         if opened:
             return opened[0]
-        return announcement.endpoint(self._point, secret).find(rank, min(timeout, timing.ANNOUNCED_OPEN))
+        protection = dataclasses.replace(self._point.protection, key=told.secret.encode(errors="surrogateescape"))
+        there = dataclasses.replace(self._point, job_id=told.job, addresses=told.addresses, ports=(told.port,))
+        return dataclasses.replace(there, protection=protection).find(rank, min(timeout, timing.ANNOUNCED_OPEN))
 
     find = open
 
 
 def over_mpi(environment: LaunchEnvironment, protection: Protection, unreachable_after: float) -> Announced:
     name, source = environment.job_id or environment.launcher, "address and port from rank 0 over MPI"
-    broadcast = functools.partial(mpi.broadcast_from_rank_zero, environment)
-    return Announced(name, source, protection, unreachable_after, broadcast, is_host=environment.rank == 0)
+    point = AtPorts(name, (), (), source, environment.rank == 0, "rank 0", protection, unreachable_after)
+    return Announced(point, functools.partial(mpi.broadcast_from_rank_zero, environment))
 
 
 def over_group(store: dist.Store, job: str, rank: int, unreachable_after: float) -> Announced:
     """Return how ranks meet whose process group other code has made; a process that reads its store is let in."""
-    broadcast = functools.partial(_broadcast_over, store, protocol.store_beside(job), rank)
-    return Announced(job, ADOPTED, Protection(Source.GROUP), unreachable_after, broadcast, is_host=rank == 0)
+    point = AtPorts(job, (), (), ADOPTED, rank == 0, "rank 0", Protection(Source.GROUP), unreachable_after)
+    return Announced(point, functools.partial(_broadcast_over, store, protocol.store_beside(job), rank))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Beside:
-    """What rank 0 tells the others over the store of their process group."""
-
-    place: Announcement | None = None
-    secret: str = ""  # hexadecimal
-    failure: FailureRecord | None = None  # why it could not open the store
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-
-def _broadcast_over(store: dist.Store, key: str, rank: int, make: Callable[[], Told], timeout: float) -> Told:
+def _broadcast_over(
+    store: dist.Store, key: str, rank: int, make: Callable[[], Announcement], timeout: float
+) -> Announcement:
     try:
         if rank != 0:
             return _read_beside(store, key, timeout)
         try:
-            place, secret = make()
+            made = make()
         except BaseException as error:  # Ctrl-C too: the others would wait for it
-            store.set(key, _Beside(failure=FailureRecord.of(error, rank)).to_json())
+            store.set(key, json.dumps([None, dataclasses.asdict(FailureRecord.of(error, rank))]))
             raise
-        store.set(key, _Beside(place, (secret or b"").hex()).to_json())
+        store.set(key, json.dumps([dataclasses.asdict(made), None]))
     except dist.DistError as error:
         raise RendezvousError(
             f"joining failed: the store of the process group was lost: {str(error).splitlines()[0]} [{ADOPTED}]. See "
             "what ended the process that serves it, which is mostly rank 0."
         ) from error
-    return place, secret
+    return made
 
 
-def _read_beside(store: dist.Store, key: str, timeout: float) -> Told:
+def _read_beside(store: dist.Store, key: str, timeout: float) -> Announcement:
     until, pause = time.monotonic() + timeout, timing.ANNOUNCED_PAUSE
     while not store.check([key]):  # torch's stores have no wait that Ctrl-C interrupts
         if time.monotonic() > until:
@@ -171,12 +139,10 @@ def _read_beside(store: dist.Store, key: str, timeout: float) -> Told:
             )
         time.sleep(pause)
         pause = min(2 * pause, timing.ANNOUNCED_LONGEST_PAUSE)
-    beside = decode(store.get(key), _Beside, "where the job's store is, in that of the group")
-    if beside.failure is not None:
-        raise beside.failure.to_failure()
-    if beside.place is None:
-        raise MalformedMessageError(key, "it tells no place")
-    try:
-        return beside.place, bytes.fromhex(beside.secret)
-    except ValueError as error:
-        raise MalformedMessageError("the secret of the job's store", str(error)) from None
+    what = "where the job's store is, in that of the group"
+    told, failure = decode(store.get(key), tuple[Announcement | None, FailureRecord | None], what)
+    if failure is not None:
+        raise failure.to_failure()
+    if told is None:
+        raise MalformedMessageError(what, "it tells no place")
+    return told

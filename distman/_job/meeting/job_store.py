@@ -47,7 +47,7 @@ class JobStore:
                 client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)
         if failure:
             client.close()
-            raise FailureRecord.told(failure).to_failure()
+            raise FailureRecord.decoded(failure, "the failure of a process that had not joined").to_failure()
         return cls(client, url, timeout)
 
     @functools.cached_property

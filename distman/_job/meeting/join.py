@@ -7,6 +7,7 @@ import dataclasses
 import os
 import resource
 import socket
+import sys
 from collections.abc import Callable, Mapping
 
 import torch
@@ -17,13 +18,12 @@ from distman._coordination import protocol
 from distman._coordination.messages import get_ready_to_decode
 from distman._coordination.timeouts import keep_threads
 from distman._job.device import is_sharing_allowed, visible_devices
-from distman._job.meeting.ancestry import boot_id
+from distman._job.meeting.ancestry import boot_id, start_time
 from distman._job.meeting.endpoint import nothing
 from distman._job.meeting.job_store import JobStore
-from distman._job.meeting.join_record import JoinRecord, Origin
 from distman._job.meeting.meeting import find_meeting
 from distman._job.meeting.membership import establish_membership
-from distman._job.meeting.peers import Peers
+from distman._job.meeting.peers import JoinRecord, Peer
 from distman._job.meeting.secret import Protection, find_protection, learn_protection
 from distman._store.server import descriptors_for
 from distman._store.torch_store import TorchStore
@@ -33,6 +33,7 @@ from distman.errors import DistmanError
 
 _FILES_PER_RANK = 2  # collectives open one or two connections to each rank; those to the store are a few in all
 _CONNECTIONS_PER_RANK = 2  # to the store: of the program, and of what watches the other ranks
+_MAX_COMMAND = 60  # characters: a message has several
 _FILES_BESIDE = 512  # for data, libraries and the program itself
 
 
@@ -42,7 +43,7 @@ class Rendezvous:
 
     job_store: JobStore
     store: TorchStore  # the part of its store that belongs to this job
-    peers: Peers  # all ranks, in rank order
+    peers: tuple[Peer, ...]  # all ranks, in rank order
 
 
 def join(
@@ -135,6 +136,7 @@ def join_record_of(
 ) -> JoinRecord:
     """Return what this process tells the others of itself."""
     device_type, visible = visible_devices(device.type if device else None)
+    command = printable(" ".join(sys.argv))
     return JoinRecord(
         rank=environment.rank,
         world_size=environment.world_size,
@@ -154,5 +156,6 @@ def join_record_of(
         is_sharing_allowed=is_sharing_allowed(environ),
         torch=str(torch.__version__),
         distman=VERSION,
-        origin=Origin.of_this_process(),
+        started=start_time(),
+        command=command if len(command) <= _MAX_COMMAND else f"{command[:_MAX_COMMAND]} ...",
     )

@@ -14,8 +14,10 @@ import itertools
 import json
 import threading
 import time
+import typing
 import zlib
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,19 +31,27 @@ from distman._coordination.messages import (
     claim,
     count,
     decode,
+    decode_at_once,
     decode_index,
-    read_at_once,
-    unless_malformed,
 )
 from distman._coordination.timeouts import run_with_timeout
 from distman._job.meeting.job_store import JobStore
-from distman._job.meeting.join_record import OWN_RANK, JoinRecord, describe_claim, is_mixed
-from distman._job.meeting.peers import Peers, complete, describe_missing, describe_present, find_faults
+from distman._job.meeting.peers import (
+    OWN_RANK,
+    JoinRecord,
+    Peer,
+    complete,
+    describe_claim,
+    describe_missing,
+    describe_present,
+    find_faults,
+)
 from distman._store.torch_store import TorchStore
 from distman.errors import JobFailed, RendezvousError
 
 _MOST_SURPLUS = 1_000  # processes beside the ranks whose records are read: a few show what is wrong
-_MOST_VERDICT = 256 << 20  # bytes, unpacked: a million ranks
+_MOST_VERDICT = 32 << 20  # bytes, unpacked: more than where 100,000 ranks are
+_ROW: Any = tuple[*typing.get_type_hints(Peer, include_extras=True).values()]  # type: ignore[misc]  # known at run time
 
 
 def establish_membership(
@@ -52,12 +62,12 @@ def establish_membership(
     timeout: float,
     source: str,
     expected: Mapping[int, str],
-) -> Peers:
+) -> tuple[Peer, ...]:
     """Join, wait for all ranks of the job, and return them in rank order, the same on all ranks."""
     # ``store`` is the part that belongs to this start alone; ``expected`` has the host of each rank, as far as the
     # launcher tells. The errors are those of :func:`distman._job.meeting.join.join`, on every rank that arrived.
     membership = _Membership(job_store, store, me, timeout, source, expected)
-    peers: list[Peers] = []
+    peers: list[tuple[Peer, ...]] = []
 
     def take_part() -> None:
         try:
@@ -89,29 +99,30 @@ def establish_membership(
 class _Verdict:
     """What rank 0 found: the peers and the rank that opened the store, or what is wrong."""
 
-    peers: Peers = dataclasses.field(default_factory=lambda: Peers(()))
+    peers: tuple[Peer, ...] = ()
     error: str | None = None
     failure: FailureRecord | None = None
     opener: int | None = None
 
     def pack(self) -> bytes:
-        """Return the verdict for the store: a line of JSON with all but the peers, then a line for each of them."""
         failure = dataclasses.asdict(self.failure) if self.failure is not None else None
-        head = json.dumps([self.error, failure, self.opener]).encode()
-        return zlib.compress(b"\n".join([head, *self.peers.rows]), 1)
+        rows = [dataclasses.astuple(peer) for peer in self.peers]
+        return zlib.compress(json.dumps([self.error, failure, self.opener, rows]).encode(), 1)
 
     @classmethod
     def unpack(cls, data: bytes) -> _Verdict:
         what = "the verdict on who takes part"
         stream = zlib.decompressobj()
         try:
-            head, *rows = stream.decompress(data, _MOST_VERDICT).split(b"\n")
+            unpacked = stream.decompress(data, _MOST_VERDICT)
         except zlib.error as error:
             raise MalformedMessageError(what, f"{error}") from None
-        reason, failure, opener = decode(head, tuple[Line | None, FailureRecord | None, int | None], what)
-        if not stream.eof or (opener is not None and not 0 <= opener < len(rows)):
-            raise MalformedMessageError(what, f"it has no end, or no rank {opener}")
-        return cls(Peers(rows), reason, failure, opener)
+        reason, failure, opener, rows = decode(
+            unpacked, tuple[Line | None, FailureRecord | None, int | None, list[_ROW]], what
+        )
+        if opener is not None and not 0 <= opener < len(rows):
+            raise MalformedMessageError(what, f"there is no rank {opener}")
+        return cls(tuple(Peer(*row) for row in rows), reason, failure, opener)
 
 
 @dataclasses.dataclass
@@ -126,7 +137,6 @@ class _Membership:
     def __post_init__(self) -> None:
         self.started = time.monotonic()
         self.arrived: dict[int, JoinRecord] = {}
-        self.dropped: set[int] = set()
         self.ranks: set[int] = set()
         self.kinds: set[tuple[Hashable, ...]] = set()
         self.told: set[str] = set()
@@ -177,7 +187,7 @@ class _Membership:
         verdict = self._wait(self._verdict, lambda: protocol.VERDICT, self.timeout + timing.JOIN_BESIDE_RANK_ZERO)
         return verdict or _Verdict(error=self._missing())
 
-    def accept(self, verdict: _Verdict) -> Peers:
+    def accept(self, verdict: _Verdict) -> tuple[Peer, ...]:
         if verdict.failure is None and verdict.error is None:
             self._check_my_place(verdict.peers)
             self.job_store.opener = verdict.opener
@@ -217,41 +227,33 @@ class _Membership:
         """Return the key that is written next when there is something new for rank 0."""
         if protocol.MEMBERSHIP_EVENT not in self.told:
             return protocol.MEMBERSHIP_EVENT
-        return next(
-            protocol.join_record(place)
-            for place in itertools.count(1)
-            if place not in self.arrived and place not in self.dropped
-        )
+        return next(protocol.join_record(place) for place in itertools.count(1) if place not in self.arrived)
 
     def _opener(self) -> int | None:
         if self.job_store.is_opened_here:
             return self.me.rank
         if not self.store.check([protocol.OPENER]):
             return None
-        found = self.store.get(protocol.OPENER)
-        return unless_malformed(lambda: decode_index(found, self.me.world_size, "who serves the job's store"))
+        return decode_index(self.store.get(protocol.OPENER), self.me.world_size, "who serves the job's store")
 
     def _verdict(self) -> _Verdict | None:
         if not self.store.check([protocol.VERDICT]):
             failure = self._early_failure()  # of rank 0 itself, say, which judges nothing then
             return _Verdict(failure=failure) if failure is not None else None
-        found = self.store.get(protocol.VERDICT)
-        return unless_malformed(lambda: _Verdict.unpack(found))
+        return _Verdict.unpack(self.store.get(protocol.VERDICT))
 
     def _read_arrivals(self) -> None:
         """Read the join records that came since the last time; one that is just being written is left for the next."""
         last = min(count(self.store, protocol.JOINED), self.me.world_size + _MOST_SURPLUS)
-        new = [place for place in range(1, last + 1) if place not in self.arrived and place not in self.dropped]
+        new = [place for place in range(1, last + 1) if place not in self.arrived]
         if new and not self.store.check([protocol.join_record(place) for place in new]):
             new = [place for place in new if self.store.check([protocol.join_record(place)])]
         if new:
             texts = self.store.multi_get([protocol.join_record(place) for place in new])
-            read = {
-                place: unless_malformed(functools.partial(_join, text, place))
-                for place, text in zip(new, texts, strict=True)
-            }
-            self.dropped.update(place for place, join_record in read.items() if join_record is None)
-            self._receive({place: join_record for place, join_record in read.items() if join_record is not None})
+            what = "the join record of the process that came as number {}"
+            self._receive(
+                {place: decode(text, JoinRecord, what.format(place)) for place, text in zip(new, texts, strict=True)}
+            )
 
     def _receive(self, join_records: Mapping[int, JoinRecord]) -> None:
         """Take note of join records by their places, such that a contradiction shows without a look at all of them."""
@@ -293,8 +295,8 @@ class _Membership:
 
     def _early_failure(self) -> FailureRecord | None:
         """Return what a rank told that failed before it joined."""
-        told = read_at_once(self.store, protocol.EARLY_FAILURE)
-        return FailureRecord.told(told.encode()) if told is not None else None
+        what = "the failure of a process that had not joined"
+        return decode_at_once(self.store, protocol.EARLY_FAILURE, FailureRecord, what)
 
     def _log_progress(self) -> None:
         self._read_arrivals()
@@ -330,21 +332,25 @@ class _Membership:
         number = self.store.client.num_unproved
         return f", and have this job's secret, which {number} of those that came did not prove" if number else ""
 
-    def _check_my_place(self, peers: Peers) -> None:
+    def _check_my_place(self, peers: tuple[Peer, ...]) -> None:
         """Refuse to take part where another process holds this rank, and end a job that may be made of two."""
         holder = peers[self.me.rank] if self.me.rank < len(peers) else None
         if holder is not None and (holder.machine, holder.pid) == (self.me.machine, self.me.pid):
             return
         self._read_arrivals()
-        places = {(peer.rank, peer.machine, peer.pid) for peer in peers}
-        members = [one for one in self.arrived.values() if (one.rank, one.machine, one.pid) in places]
-        holders = [one for one in members if one.rank == self.me.rank]
+        holders = [
+            one
+            for one in self.arrived.values()
+            if holder is not None and (one.rank, one.machine, one.pid) == (holder.rank, holder.machine, holder.pid)
+        ]
         held_by = "".join(f", and {describe_claim(one)}" for one in holders)
         error = RendezvousError(
             f"rank {self.me.rank} must be one process, got {describe_claim(self.me)} after all ranks had joined"
             f"{held_by}. {OWN_RANK}"
         )
-        if any(is_mixed(self.me, one, members) for one in holders):
+        # A job that was complete long before is not blamed for a later one that takes the same port. Of two that start
+        # together, nobody can tell which rank belongs to which.
+        if any(abs(one.started - self.me.started) < timing.SAME_START for one in holders):
             # Without a traceback: that of a rank's own error is for the others, and this one is for the holder too.
             dataclasses.replace(FailureRecord.of(error, self.me.rank), traceback_text="").publish(self.store)
             count(self.store, protocol.NEWS, 1)
@@ -372,7 +378,3 @@ class _Membership:
                 logger.warning("%s Ending in %.0f s: ranks that are on their way will be told.", reason, seconds)
                 report_at = until
             time.sleep(timing.JOIN_SHORTEST_PAUSE)
-
-
-def _join(text: bytes, place: int) -> JoinRecord:
-    return decode(text, JoinRecord, f"the join record of the process that came as number {place}")

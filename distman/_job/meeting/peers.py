@@ -1,21 +1,83 @@
-"""Which ranks take part in a job, as values: what follows from the join records of all."""
+"""Which ranks take part in a job, as values: what each says of itself when it comes, and what follows from that."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar, overload
+from typing import TypeVar
 
 from distman._base.text import Line
-from distman._coordination.messages import decode_row
 from distman._job.device import pick_index
-from distman._job.meeting.join_record import COMMON, OWN_RANK, JoinRecord, describe_claim
 
 _MAX_LISTED = 16  # entries of a list in a message: two lines of a terminal
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+OWN_PORT = "If these are two jobs, give each its own MASTER_PORT or DISTMAN_JOB_ID."
+OWN_RANK = f"Give each process its own rank. {OWN_PORT}"
+
+COMMON = {
+    "world_size": f"Start all ranks with one command. {OWN_PORT}",
+    "backend": "Let all ranks see the same kind of device, and ask for the same backend.",
+    "distman": "Install one version of distman on all hosts.",
+    "torch": "Install one version of torch on all hosts.",
+}
+"""What all ranks of a job must have in common, and what to do where they have not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinRecord:
+    """What a rank says of itself when it arrives; ``None`` where its launcher is silent."""
+
+    rank: int
+    world_size: int  # the number of ranks it believes in
+    local_rank: int | None
+    local_world_size: int | None
+    node_rank: int | None
+    num_nodes: int | None
+    host: Line
+    boot_id: Line  # what tells that host from others of the same name; empty where the system does not show it
+    pid: int
+    launcher: Line
+    backend: Line  # of the process group that it is about to make
+    device_type: Line  # type of device it computes on
+    device: Line | None  # the device that the program asked for; None leaves the choice to the rank's place
+    visible: tuple[Line, ...]  # UUIDs of the devices it sees, in the order of their indices; empty for the CPU
+    has_own_devices: bool  # whether the launcher says that no other rank sees these devices
+    is_sharing_allowed: bool  # whether it accepts to share its GPU with other ranks
+    torch: Line
+    distman: Line
+    # Where two processes claim one rank, these tell them apart; the ranks of a job may differ in them.
+    started: float  # in seconds of time.time
+    command: Line  # the program and its arguments
+
+    def __post_init__(self) -> None:
+        """Refuse what no process can say of itself: it is of another process, perhaps of another program."""
+        places = (self.rank, self.local_rank, self.node_rank)
+        sizes = (self.world_size, self.local_world_size, self.num_nodes)
+        if any((place or 0) < 0 for place in places) or any((1 if size is None else size) < 1 for size in sizes):
+            raise ValueError(f"ranks must be 0 or more and their numbers 1 or more, got {places} of {sizes}")
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """Its host: machines may all be called localhost, and containers of one machine have names of their own."""
+        return self.host, self.boot_id
+
+    @property
+    def common(self) -> tuple[Hashable, ...]:
+        """The values of what all ranks of a job must have in common, in the order of :data:`COMMON`."""
+        return self.world_size, self.backend, self.distman, ".".join(self.torch.split(".")[:2])
+
+
+def describe_claim(claim: JoinRecord) -> str:
+    """Return which process claims a rank, such as ``pid 812 on n1 (train.py --lr 1, started 12:00:07)``."""
+    started = time.strftime("%H:%M:%S", time.localtime(claim.started))
+    return f"pid {claim.pid} on {claim.host} ({claim.command}, started {started})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,47 +127,6 @@ class Peer:
         return self.host, self.boot_id
 
 
-class Peers(Sequence[Peer]):
-    """All ranks of a job, in rank order; a rank becomes an object when somebody asks for it."""
-
-    def __init__(self, rows: Sequence[bytes]) -> None:
-        self.rows = tuple(rows)
-
-    @classmethod
-    def of(cls, peers: Iterable[Peer]) -> Peers:
-        return cls([json.dumps(dataclasses.astuple(peer)).encode() for peer in peers])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Peer: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Peers: ...
-
-    def __getitem__(self, index: int | slice) -> Peer | Peers:
-        return (
-            Peers(self.rows[index])
-            if isinstance(index, slice)
-            else decode_row(self.rows[index], Peer, "a rank's row in the verdict")
-        )
-
-    def beside(self, peer: Peer) -> tuple[int, ...]:
-        """Return the ranks of a peer's host, its own among them, in rank order."""
-        host = json.dumps(peer.host).encode()  # the rows of other hosts need not be decoded
-        return tuple([rank for rank, row in enumerate(self.rows) if host in row and self[rank].machine == peer.machine])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Peers) and self.rows == other.rows
-
-    def __hash__(self) -> int:
-        return hash(self.rows)
-
-    def __repr__(self) -> str:
-        return f"Peers({', '.join(map(str, self))})"
-
-
 def find_faults(arrived: Sequence[JoinRecord], world_size: int) -> list[str]:
     """Return a sentence for each thing that keeps these ranks from being one job, but for missing ranks."""
     # ``arrived`` is in the order of arrival.
@@ -135,7 +156,7 @@ def describe_present(arrived: Iterable[JoinRecord]) -> str:
     return _listed(f"{join_record.rank} ({join_record.host}, pid {join_record.pid})" for join_record in ranked)
 
 
-def complete(arrived: Sequence[JoinRecord]) -> Peers:
+def complete(arrived: Sequence[JoinRecord]) -> tuple[Peer, ...]:
     """Return the ranks of a job without faults, in rank order, with what the launcher did not say derived."""
     # Hosts are counted in the order of their first rank; so are ranks within a host.
     ranked = sorted(arrived, key=lambda join_record: join_record.rank)
@@ -167,7 +188,7 @@ def complete(arrived: Sequence[JoinRecord]) -> Peers:
                 distman=join_record.distman,
             )
         )
-    return Peers.of(peers)
+    return tuple(peers)
 
 
 def _place_at_devices(

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 
@@ -27,7 +28,7 @@ _REQUIRED = "required"  # shorter than any secret
 
 _MIN_CHARACTERS = 32  # 128 bits, if they are hexadecimal digits: a guest may try as many guesses as he likes, elsewhere
 _MAX_BYTES = 4096  # of a file; more is another file than was meant
-_KEY_BYTES = 32
+_KEY_BYTES = 32  # hexadecimal digits
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _PAYLOAD = b"distman door 1\0"  # a credential that the user had made for another service does not begin like this
 
@@ -112,7 +113,7 @@ class Protection:
         """Return what the process that opens the store needs; it is drawn anew where nobody has it beforehand."""
         if self.source not in (Source.MPI, Source.GROUP, Source.MUNGE):
             return DoorSecret(self.key)
-        key = os.urandom(_KEY_BYTES)
+        key = secrets.token_hex(_KEY_BYTES // 2).encode()
         credential = munge.seal(_payload_of(job_id) + key, self.socket) if self.source is Source.MUNGE else b""
         return DoorSecret(key, credential)
 

@@ -1,6 +1,6 @@
 """Sign-ins of ranks that exist on paper only."""
 
-from distman._job.meeting.join_record import JoinRecord, Origin
+from distman._job.meeting.peers import JoinRecord
 
 
 def join_record(rank, world_size=2, **changes):
@@ -23,6 +23,7 @@ def join_record(rank, world_size=2, **changes):
         "is_sharing_allowed": False,
         "torch": "2.13.0+cpu",
         "distman": "0.1.0",
-        "origin": Origin(started=1000.0, command="train.py", folder="/home", parent=50, session=40),
+        "started": 1000.0,
+        "command": "train.py",
     }
     return JoinRecord(**{**fields, **changes})

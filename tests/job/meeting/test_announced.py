@@ -10,7 +10,7 @@ from distman._coordination.messages import MalformedMessageError, decode
 from distman._job.meeting.announced import Announcement, _broadcast_over, useful_elsewhere
 from distman.errors import JobFailed
 
-PLACE = Announcement(("n1", "10.0.0.1"), 23456, "job é\n/1")
+PLACE = Announcement(("n1", "10.0.0.1"), 23456, "job é\n/1", "a secret")
 
 
 def read(fields):
@@ -52,8 +52,7 @@ def fail():
 
 def test_what_rank_0_has_opened_is_told_over_the_store_of_a_group():
     store = dist.HashStore()
-    told = PLACE, b"secret"
-    assert [_broadcast_over(store, "key", rank, lambda: told, 1.0) for rank in (0, 1, 2)] == [told] * 3
+    assert [_broadcast_over(store, "key", rank, lambda: PLACE, 1.0) for rank in (0, 1, 2)] == [PLACE] * 3
 
 
 def test_what_keeps_rank_0_from_opening_it_is_told_too():

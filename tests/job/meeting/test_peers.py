@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from distman._job.meeting.join_record import JoinRecord, is_mixed
-from distman._job.meeting.peers import complete, describe_missing, find_faults
+from distman._job.meeting.peers import JoinRecord, complete, describe_missing, find_faults
 
 from .join_records import join_record
 
@@ -32,46 +31,6 @@ def test_many_ranks_of_one_host_are_not_compared_with_each_other(visible, monkey
     ranks = [join_record(rank, 30, visible=visible, is_sharing_allowed=True) for rank in reversed(range(30))]
     assert find_faults(ranks, 30) == []
     assert [peer.local_rank for peer in complete(ranks)] == [*range(30)]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_ranks_of_a_host_are_those_of_its_name_and_boot(seed):
-    draw = random.Random(seed)  # noqa: S311 - no secret
-    hosts = ["n1", "n11", "1", 'a"b', "knoten-ä", "cpu"]
-    records = [join_record(rank, 40, host=draw.choice(hosts), boot_id=draw.choice(["", "b1"])) for rank in range(40)]
-    peers = complete(records)
-    for peer in peers:
-        assert peers.beside(peer) == tuple(one.rank for one in peers if one.machine == peer.machine)
-
-
-def of_job(rank, *, started=1000.0, host="n1", **changes):
-    record = join_record(rank, host=host)
-    return dataclasses.replace(record, origin=dataclasses.replace(record.origin, started=started, **changes))
-
-
-@pytest.mark.parametrize(
-    ("members", "surplus", "expected"),
-    [
-        # two jobs that one script starts at once: rank 1 of the other one has taken the place of this one's
-        ([{}, {"command": "b.py"}], {}, True),
-        # nothing tells the two apart
-        ([{}, {}], {}, True),
-        # the second job comes from another terminal, or runs another program
-        ([{}, {}], {"session": 41, "parent": 51}, False),
-        ([{}, {}], {"command": "b.py"}, False),
-        # a rank in each of two terminals; the second job in the same ones
-        ([{"session": 1}, {"session": 2}], {"session": 2}, True),
-        ([{"session": 1}, {"session": 2}], {"session": 2, "started": 1100.0}, False),
-        # the job was complete long before
-        ([{}, {}], {"started": 1031.0}, False),
-        # on several hosts ids of processes say nothing
-        ([{"host": "n2", "session": 7}, {}], {"session": 8}, True),
-        ([{"host": "n2", "session": 7}, {}], {"session": 7, "command": "b.py"}, False),
-    ],
-)
-def test_a_process_too_many_ends_the_job_only_where_it_may_belong_to_it(members, surplus, expected):
-    ranks = [of_job(rank, **changes) for rank, changes in enumerate(members)]
-    assert is_mixed(of_job(1, **surplus), ranks[1], ranks) is expected
 
 
 @pytest.mark.parametrize(
