@@ -32,9 +32,9 @@ from distman._job.interface import choose_interface, forget_interface, stay_on_t
 from distman._job.job import Job, Limits, abort_job
 from distman._job.meeting import mpi
 from distman._job.meeting.announced import ADOPTED, over_group
-from distman._job.meeting.endpoint import UNIX, nothing
 from distman._job.meeting.join import Rendezvous, join, join_at, join_record_of, warn_of_strangers
 from distman._job.meeting.peers import JoinRecord, complete
+from distman._job.meeting.places import UNIX, nothing
 from distman._job.meeting.secret import Protection, Source, check_adoption, find_agents
 from distman._job.walls import within_rendezvous
 from distman._store.torch_store import TorchStore

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from distman._cli import main
 from distman._cli.launch.job_script import BACKENDS, JobRequest, read_time, render
-from distman._job.meeting.meeting import find_meeting
+from distman._job.meeting.places import find_meeting
 from distman._job.meeting.secret import Source, find_protection
 from distman.environments import LaunchEnvironment, detect
 from distman.testing import fake_environment

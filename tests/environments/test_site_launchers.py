@@ -6,7 +6,7 @@ import random
 import pytest
 
 from distman._cli.diagnostics import diagnose
-from distman._job.meeting.meeting import find_meeting
+from distman._job.meeting.places import find_meeting
 from distman.environments import (
     LAUNCHERS,
     Agent,

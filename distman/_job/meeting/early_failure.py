@@ -21,9 +21,8 @@ from distman._coordination.failure.job_abort import abort_job_after, ending_of
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.timeouts import begin
 from distman._job.meeting.ancestry import ancestors
-from distman._job.meeting.endpoint import Endpoint
-from distman._job.meeting.meeting import find_meeting
 from distman._job.meeting.munge import DaemonError
+from distman._job.meeting.places import Endpoint, find_meeting
 from distman._job.meeting.secret import find_protection
 from distman._store.client import Client
 from distman._store.handshake import VISITOR

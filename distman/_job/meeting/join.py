@@ -19,11 +19,10 @@ from distman._coordination.messages import get_ready_to_decode
 from distman._coordination.timeouts import keep_threads
 from distman._job.device import is_sharing_allowed, visible_devices
 from distman._job.meeting.ancestry import boot_id, start_time
-from distman._job.meeting.endpoint import nothing
 from distman._job.meeting.job_store import JobStore
-from distman._job.meeting.meeting import find_meeting
 from distman._job.meeting.membership import establish_membership
 from distman._job.meeting.peers import JoinRecord, Peer
+from distman._job.meeting.places import find_meeting, nothing
 from distman._job.meeting.secret import Protection, find_protection, learn_protection
 from distman._store.server import descriptors_for
 from distman._store.torch_store import TorchStore

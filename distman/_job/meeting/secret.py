@@ -64,15 +64,6 @@ class Agents(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class DoorSecret:
-    """What the process that opens the store needs, and what nothing shows."""
-
-    key: bytes | None = dataclasses.field(repr=False)  # the secret; None where there is none
-    # what it sends to every connection, before any proof; empty except for munge
-    credential: bytes = dataclasses.field(default=b"", repr=False)
-
-
-@dataclasses.dataclass(frozen=True)
 class Protection:
     """What keeps others out of the job."""
 
@@ -109,13 +100,13 @@ class Protection:
             return None
         return f"{self.source.value}, {IF_STATIC}" if self.agents is Agents.UNKNOWN else self.source.value
 
-    def draw(self, job_id: str) -> DoorSecret:
-        """Return what the process that opens the store needs; it is drawn anew where nobody has it beforehand."""
+    def draw(self, job_id: str) -> tuple[bytes | None, bytes]:
+        """Return the secret, drawn anew where nobody has it beforehand, and what the store sends before any proof."""
+        # Of the latter there is something with munge only.
         if self.source not in (Source.MPI, Source.GROUP, Source.MUNGE):
-            return DoorSecret(self.key)
+            return self.key, b""
         key = secrets.token_hex(_KEY_BYTES // 2).encode()
-        credential = munge.seal(_payload_of(job_id) + key, self.socket) if self.source is Source.MUNGE else b""
-        return DoorSecret(key, credential)
+        return key, munge.seal(_payload_of(job_id) + key, self.socket) if self.source is Source.MUNGE else b""
 
     def read(self, job_id: str, credential: bytes) -> bytes | None:
         """Return the secret that the other side has to prove; None where there is none."""

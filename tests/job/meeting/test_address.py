@@ -8,9 +8,7 @@ import pytest
 from distman._job.meeting import mpi
 from distman._job.meeting.address import derive_ports
 from distman._job.meeting.announced import Announced
-from distman._job.meeting.endpoint import url_of
-from distman._job.meeting.meeting import find_meeting
-from distman._job.meeting.places import AtPorts, OnThisHost
+from distman._job.meeting.places import AtPorts, OnThisHost, find_meeting, url_of
 from distman.environments import detect
 from distman.errors import RendezvousError
 from distman.testing import fake_environment

@@ -16,12 +16,11 @@ from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import MalformedMessageError
-from distman._job.meeting import early_failure, endpoint, membership
+from distman._job.meeting import early_failure, membership, places
 from distman._job.meeting.early_failure import _tell
 from distman._job.meeting.job_store import JobStore
-from distman._job.meeting.meeting import find_meeting
 from distman._job.meeting.membership import establish_membership
-from distman._job.meeting.places import AtPorts
+from distman._job.meeting.places import AtPorts, find_meeting
 from distman._job.meeting.secret import Protection, Source
 from distman._job.meeting.sockets import bind_listener
 from distman._store.client import Client
@@ -304,7 +303,7 @@ def test_who_is_told_of_a_failure_by_a_store_that_ends_is_told_of_the_failure(po
 
     first, _ = point.start_or_enter(2, 10)
     early_failure._leave(first, json.dumps(FAILURE).encode())
-    monkeypatch.setattr(endpoint, "Client", LostAtOnce)
+    monkeypatch.setattr(places, "Client", LostAtOnce)
     with (
         contextlib.closing(first),
         pytest.raises(JobFailed, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"),

@@ -14,11 +14,11 @@ import pytest
 
 from distman._base import timing
 from distman._coordination import protocol
-from distman._job.meeting import endpoint, job_store, places
+from distman._job.meeting import job_store, places
 from distman._job.meeting.places import AtPorts, OnThisHost
 from distman._job.meeting.secret import Protection, Source
 from distman._job.meeting.sockets import bind_listener
-from distman._store.process import StoreProcess, listen_on_this_host
+from distman._store.process import StoreProcess
 from distman.errors import RendezvousError
 
 from ...launch.conftest import require_programs
@@ -81,7 +81,7 @@ def test_nobody_meets_by_a_secret_where_the_kernel_knows_no_users():
 
 MEETS = """
 import sys
-from distman._job.meeting.meeting import find_meeting
+from distman._job.meeting.places import find_meeting
 from distman._job.meeting.secret import find_protection
 from distman.environments import detect
 environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "DISTMAN_JOB_ID": sys.argv[1]}
@@ -153,7 +153,7 @@ def test_the_store_of_an_earlier_start_is_named_though_it_answers_no_more_in_the
     point = on_this_host()
     with opened(point) as host:
         monkeypatch.setattr(job_store, "_left", {host.session})
-        monkeypatch.setattr(endpoint.logger, "warning", lambda *_: os.kill(host.store_pid, signal.SIGSTOP))
+        monkeypatch.setattr(places.logger, "warning", lambda *_: os.kill(host.store_pid, signal.SIGSTOP))
         try:
             with pytest.raises(RendezvousError, match=r"Tried .*: the store of an earlier start is still open"):
                 point.find_client(1, 3.0)
@@ -186,18 +186,6 @@ def test_the_store_of_another_job_is_not_taken_for_this_one(free_port):
     with opened(point):
         (found,) = in_the_way(dataclasses.replace(point, job_id="job-2"))
     assert found.startswith("another program listens there")
-
-
-def test_ranks_of_another_user_are_told_apart_from_ranks_that_are_missing():
-    point, me = on_this_host(), os.geteuid()
-    other = point.prefix.replace(f"/{me}/", f"/{me + 1}/")
-    with listen_on_this_host(f"{other}0f"), listen_on_this_host(f"{other[:-2]}x.0f"):
-        with pytest.raises(RendezvousError) as caught:
-            point.find_client(1, 0.1)
-        with opened(point) as host, contextlib.closing(point.find_client(1, 10)) as client:
-            assert client.session == host.session
-    shown = f"Tried @{other[1:]}0f: it is of uid {me + 1}, and this rank of uid {me}; all ranks must be one user's. "
-    assert shown in str(caught.value)
 
 
 def test_foreign_services_before_the_store_are_passed_by(silent_port, free_port):

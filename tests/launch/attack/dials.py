@@ -4,7 +4,7 @@ import itertools
 import os
 import sys
 
-from distman._job.meeting.meeting import find_meeting
+from distman._job.meeting.places import find_meeting
 from distman._job.meeting.secret import find_protection
 from distman._store.client import Client
 from distman._store.dialing import ForeignServiceError
