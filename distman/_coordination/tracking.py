@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Protocol
 
@@ -17,15 +18,12 @@ from distman._coordination import step_times
 from distman._coordination.internal_files import internal_folders, is_of_user
 from distman._coordination.monitor.calls import Call, StoreWait
 from distman._coordination.timeouts import is_idle
-from distman._torch_internals import CollectiveGuard, blocking_call, enter_regions, leave_all_regions, regions
+from distman._torch_internals import blocking_call
 from distman.errors import DistmanError
-
-_MAKING_GUARD = threading.Lock()
 
 _waiting: dict[int, TrackedWait] = {}
 """What each thread waits for, by the thread's identifier."""
 
-_guard: RegionGuard | None = None
 _home: int | None = None
 _NOBODY = -1
 """Stands for the process of a rank that has left its job, while the program ends."""
@@ -34,35 +32,14 @@ _last = ""
 _is_threaded = False
 
 
-class RegionGuard:
-    """Asks before each of torch's collectives that is started in a region; new threads inherit regions."""
+class _Regions(threading.local):
+    """The restricted regions that each thread is in, the innermost last."""
 
-    def __init__(self, check: Callable[[str, Sequence[int]], None]) -> None:
-        self._collectives = CollectiveGuard(check)
-        self._start = start = threading.Thread.start
+    def __init__(self) -> None:
+        self.inside: list[Restricted] = []
 
-        def start_in_regions(thread: threading.Thread) -> None:
-            inherited, run = regions(), thread.run
 
-            def run_in_regions() -> None:
-                leave = enter_regions(inherited)
-                try:
-                    run()
-                finally:
-                    leave()
-
-            if inherited:
-                thread.run = run_in_regions  # type: ignore[method-assign]
-            start(thread)
-
-        self._start_in_regions = start_in_regions
-        threading.Thread.start = start_in_regions  # type: ignore[assignment,method-assign]
-
-    def remove(self) -> None:
-        """Put torch and threads back."""
-        self._collectives.remove()
-        if threading.Thread.start is self._start_in_regions:  # else someone has wrapped it, and it does no harm
-            threading.Thread.start = self._start  # type: ignore[method-assign]
+_regions = _Regions()
 
 
 class TrackedWait:
@@ -119,41 +96,32 @@ class TrackedWait:
 
 @dataclasses.dataclass(eq=False)
 class Restricted:
-    """For the length of a ``with`` block only some ranks run here, also in threads that are started there."""
+    """For the length of a ``with`` block only some ranks run in this thread."""
 
     what: str  # such as ``on_rank(0) of save()``
     ranks: frozenset[int]
-    is_over: bool = dataclasses.field(default=False, init=False)
 
     def __enter__(self) -> Restricted:
-        global _guard
-        with _MAKING_GUARD:  # from now on torch's collectives are refused in regions, which new threads inherit
-            _guard = _guard or RegionGuard(lambda name, ranks: check_all_run_here(ranks, operation=f"torch's {name}"))
-        self._leave = enter_regions((*regions(), self))
+        _regions.inside.append(self)
         self._phase = step_times.current().enter(step_times.APART)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.is_over = True
-        self._leave()
+        with contextlib.suppress(ValueError):  # all was forgotten meanwhile
+            _regions.inside.remove(self)
         step_times.current().enter(self._phase)
-
-
-def _current() -> list[Restricted]:
-    """Return the regions that this thread is in; one that it has inherited may be over."""
-    return [region for region in regions() if not region.is_over]
 
 
 def restriction() -> Restricted | None:
     """Return the innermost restricted region that this thread is in, or None."""
-    return next(reversed(_current()), None)
+    return _regions.inside[-1] if _regions.inside else None
 
 
 def depth() -> int:
     """Return how many restricted regions this thread is in."""
-    return len(_current())
+    return len(_regions.inside)
 
 
 def enter_rank_process() -> None:
@@ -177,13 +145,10 @@ def end_rank_process() -> None:
 
 @puts_back
 def _forget() -> None:
-    global _home, _last, _guard, _is_threaded
+    global _home, _last, _is_threaded
     _home, _last, _is_threaded = None, "", False
     _waiting.clear()
-    leave_all_regions()
-    if _guard is not None:
-        _guard.remove()
-        _guard = None
+    _regions.inside.clear()
 
 
 def is_outside() -> bool:

@@ -69,6 +69,14 @@ def test_both_raise_with_both_lines(monkeypatch, tmp_path, rank, one, other):
     assert str(e.value).count("test_deadlocks.py:") == 2
 
 
+@pytest.mark.parametrize("name", sorted(OF_TORCH))
+@ranks(3, manager=False)
+def test_torchs_collectives_where_only_some_ranks_run_end_the_job(monkeypatch, tmp_path, name):
+    begin(monkeypatch, tmp_path)
+    with pytest.raises(JobFailed, match="waits for ever: all ranks must make the same calls in the same order"):
+        on_rank(0)(OF_TORCH[name])()
+
+
 @pytest.mark.parametrize(("one", "other"), WITH_ERROR)
 @ranks(3, manager=False)
 def test_the_error_of_a_rank_that_waits_in_its_handler_is_that_of_the_job(monkeypatch, tmp_path, rank, one, other):
