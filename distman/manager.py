@@ -26,12 +26,11 @@ from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
 from distman._coordination.failure.pending_work import complete_all
 from distman._coordination.failure.stack import call_before_it_is_printed, error_that_ends_process
-from distman._coordination.monitor.current_watcher import failure_behind, note_raised, raise_if_failed
 from distman._coordination.monitor.slowness import SlowRank, slow_ranks
 from distman._coordination.preemption import StopAgreement, requeue
-from distman._coordination.signal_names import stop_signals
+from distman._coordination.stop_signals import stop_signals
 from distman._coordination.time_limit import TimeLimit, margin
-from distman._coordination.wait_scope import WaitScope
+from distman._coordination.wait_scope import WaitScope, failure_behind, note_raised, raise_if_failed
 from distman._job.device import check_backend, requested_device
 from distman._job.groups.registry import Groups
 from distman._job.job import Job, Limits
@@ -48,10 +47,9 @@ from distman._job.manager.fsdp import (
 )
 from distman._job.manager.group_creation import GroupCreation
 from distman._job.manager.group_queries import GroupQueries
-from distman._job.manager.one_at_a_time import OneAtATime
 from distman._job.manager.place import Place
 from distman._job.manager.replicas import check_replicas
-from distman._job.manager.state import ManagerState
+from distman._job.manager.state import ManagerState, OneAtATime
 from distman._job.shutdown import abandon, close_kept, leave
 from distman._job.start import adopt, reporter_of, start, undo, watch
 from distman._torch_internals import check_finds_unused, close_all_connections

@@ -250,7 +250,7 @@ def test_nothing_but_the_test_kit_and_what_gloo_is_told_writes_into_the_environm
     assert {path.parent.name if path.parent.name in ("testing", "physicsnemo") else path.name for path in writing} == {
         "testing",
         "physicsnemo",  # whose setup() does so
-        "interface.py",
+        "network.py",
         "_torch_internals.py",  # while a group is being made
     }
 

@@ -22,8 +22,7 @@ from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.messages import claim, count, decode, decode_text
-from distman._coordination.signal_names import DEFAULT_SIGNALS
-from distman._coordination.stop_signals import StopSignals
+from distman._coordination.stop_signals import DEFAULT_SIGNALS, StopSignals
 from distman._coordination.sync import StoreGroup
 from distman._coordination.time_limit import TimeLimit, saves
 from distman._coordination.wait_scope import WaitScope

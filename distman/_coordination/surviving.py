@@ -7,7 +7,7 @@ from types import TracebackType
 
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.stack import ends_block
-from distman._coordination.monitor.current_watcher import failure_behind
+from distman._coordination.wait_scope import failure_behind
 from distman.errors import DistmanError, JobFailed
 
 

@@ -14,8 +14,8 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import count, read_at_once
 from distman._coordination.monitor.calls import StoreWait
-from distman._coordination.monitor.current_watcher import let_others_hear_first, raise_if_failed
 from distman._coordination.tracking import current_wait
+from distman._coordination.wait_scope import let_others_hear_first, raise_if_failed
 from distman.errors import PlanMismatchError
 
 if TYPE_CHECKING:

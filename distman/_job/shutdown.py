@@ -7,12 +7,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from distman._base import timing
+from distman._base.log import logger
 from distman._base.process_state import puts_back
 from distman._coordination import protocol
 from distman._coordination.failure import hook
@@ -20,14 +22,14 @@ from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import late_after
 from distman._coordination.monitor.watcher import State, Watcher
-from distman._coordination.timeouts import run_with_timeout
-from distman._job.group_end import end_groups
-from distman._job.interface import forget_interface
+from distman._coordination.timeouts import begin, run_with_timeout
+from distman._job.device import wait_for
 from distman._job.job import Job
 from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.join import Rendezvous
+from distman._job.network import forget_interface
 from distman._store.torch_store import TorchStore
-from distman._torch_internals import GLOO_THREADS
+from distman._torch_internals import GLOO_THREADS, abort_backends, all_groups, end_group, waits_at_end
 
 _GROWTH = 1.5  # by which that pause grows while others go on with their work
 
@@ -179,3 +181,43 @@ def _gloo_threads_sleep() -> Iterator[bool]:
             name, _, state = rest.rpartition(") ")
             if name.startswith(GLOO_THREADS):
                 yield state.startswith("S")
+
+
+def end_groups(process_groups: Sequence[dist.ProcessGroup] | None, device: torch.device, *, aborts: bool) -> None:
+    """Destroy process groups, and wait for nobody for long."""
+    # NCCL first waits for what this rank has begun there, and then for the other ranks of the host, where it aborts,
+    # too.
+    is_late = threading.Event()
+
+    def end(*, aborts: bool) -> None:
+        for one in [None] if process_groups is None else process_groups:
+            end_group(one, aborts=aborts)
+
+    def abort() -> None:
+        for one in waiting:
+            abort_backends(one)
+
+    def wait_and_end() -> None:
+        try:
+            wait_for(device)  # before NCCL takes the locks that an abort needs
+        except BaseException:  # a kernel has failed, or Ctrl-C: the group ends all the same
+            end(aborts=True)
+            raise
+        end(aborts=is_late.is_set())
+
+    waiting = [one for one in (all_groups() if process_groups is None else process_groups) if waits_at_end(one)]
+    if not waiting:
+        end(aborts=aborts)
+        return
+    has_ended = begin((lambda: end(aborts=True)) if aborts else wait_and_end)
+    if has_ended(timing.GROUPS_END):
+        return
+    is_late.set()
+    logger.warning(
+        "%d process groups have not ended for %.0f s and are aborted: a collective is outstanding there in which other "
+        "ranks take no part, or they have not left yet. Let all ranks take the same way to the end",
+        len(waiting),
+        timing.GROUPS_END,
+    )
+    begin(abort)(timing.GROUPS_END)
+    has_ended(timing.GROUPS_END)

@@ -18,17 +18,14 @@ from distman._base import timing
 from distman._base.process_state import keep_garbage_from_children
 from distman._coordination import protocol
 from distman._coordination.failure import hook
-from distman._coordination.failure.error_file import write_error_file
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.reporter import JobReporter
+from distman._coordination.failure.starter import note_host, write_error_file
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import WatchContext, WatchLimits
-from distman._coordination.monitor.current_watcher import failure_behind, look_after_others, watch_collectives
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched
-from distman._coordination.restart_notes import note_host
+from distman._coordination.wait_scope import failure_behind, look_after_others, watch_collectives
 from distman._job.device import backend_for, is_pure_gloo, wait_for
-from distman._job.group_end import end_groups
-from distman._job.interface import choose_interface, forget_interface, stay_on_this_host
 from distman._job.job import Job, Limits, abort_job
 from distman._job.meeting import mpi
 from distman._job.meeting.announced import ADOPTED, over_group
@@ -36,7 +33,8 @@ from distman._job.meeting.join import Rendezvous, join, join_at, join_record_of,
 from distman._job.meeting.peers import JoinRecord, complete
 from distman._job.meeting.places import UNIX, nothing
 from distman._job.meeting.secret import Protection, Source, check_adoption, find_agents
-from distman._job.walls import within_rendezvous
+from distman._job.network import choose_interface, forget_interface, stay_on_this_host, within_rendezvous
+from distman._job.shutdown import end_groups
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import (
     counting_no_failed_group,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -21,7 +22,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from distman._base import timing
-from distman._base.process_tree import end_with_parent
+from distman._base.process_tree import adopt_orphans, end_descendants, end_with_parent
 from distman._workers.output import whole_process
 from distman._workers.sockets import receive_with_descriptors
 
@@ -156,3 +157,43 @@ class _ForkServer:
 def _end_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def main(control: int, program: int, entry: str, options: Sequence[object]) -> None:
+    """Start the fork server, and wait until it has ended or the program is gone."""
+    # The caller has one thread, and ends when this returns. The entry is imported here, since a fork ends the threads
+    # that an import may start.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    module, _, name = entry.partition(":")
+    prepare: Entry = getattr(importlib.import_module(module), name)
+    adopt_orphans()
+    supervisor = os.getpid()
+    server = os.fork()
+    if server == 0:
+        _become_server(control, supervisor, prepare, options)
+    os.close(control)
+    while (is_running := _is_running(server)) and os.getppid() == program:
+        signal.sigtimedwait({signal.SIGCHLD}, timing.WORKER_POLL)
+    if is_running:  # the server too notices that the program is gone, and removes what it has made
+        signal.sigtimedwait({signal.SIGCHLD}, timing.SERVER_END)
+    end_descendants()
+
+
+def _become_server(control: int, supervisor: int, prepare: Entry, options: Sequence[object]) -> None:
+    with whole_process():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        adopt_orphans()
+        with prepare(*options) as work:
+            try:
+                serve_requests(control, supervisor, work)
+            finally:
+                end_descendants()
+
+
+def _is_running(server: int) -> bool:
+    """Wait for all children that have ended; False if the server is one of them."""
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)) is not None:
+        if ended.si_pid == server:
+            return False
+    return True

@@ -15,7 +15,7 @@ import torch
 from distman._base.arguments import check_number
 from distman._base.log import logger
 from distman._base.text import printable
-from distman._coordination.restart_notes import note_saved
+from distman._coordination.failure.starter import note_saved
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._location import CONTENTS, Location, locate
 from distman.checkpoint._single_file import save_in, target_device

@@ -19,9 +19,8 @@ import torch
 from distman._base import timing
 from distman._base.text import printable, printable_lines
 from distman._workers.output import describe_exit
-from distman._workers.server_process import ResidentServer, ServerProcess, WorkerStartError, spawn_server
+from distman._workers.server_process import ResidentServer, ServerProcess, WorkerProcess, WorkerStartError, spawn_server
 from distman._workers.sockets import is_readable, socket_pair
-from distman._workers.worker_process import WorkerProcess
 from distman.errors import WorkerDiedError, WorkerError
 from distman.executor._payload import Kind, Payload, pack, receive, send
 from distman.executor._task_loop import ENTRY, Failure, Settings, Task

@@ -15,8 +15,7 @@ import torch
 from distman import checkpoint
 from distman._base.arguments import check_number, require
 from distman._base.text import printable
-from distman._coordination.monitor.current_watcher import has_failed
-from distman._coordination.wait_scope import WaitScope
+from distman._coordination.wait_scope import WaitScope, has_failed
 from distman._torch_internals import is_distributed_tensor
 from distman.checkpoint import (
     CheckpointFolder,

@@ -15,7 +15,7 @@ import torch
 
 from distman._base.arguments import check_number
 from distman._base.text import printable
-from distman._coordination.monitor.current_watcher import has_failed
+from distman._coordination.wait_scope import has_failed
 from distman.collectives import all_gather_objects, fused_all_reduce
 from distman.data import generators_state, set_generators_state
 from distman.errors import DistmanError, NonFiniteLossError

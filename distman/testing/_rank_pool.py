@@ -17,8 +17,7 @@ from typing import IO, cast
 
 from distman._base import timing
 from distman._workers.output import append_only, describe_exit, read_output
-from distman._workers.server_process import ResidentServer, ServerProcess, WorkerStartError, spawn_server
-from distman._workers.worker_process import WorkerProcess
+from distman._workers.server_process import ResidentServer, ServerProcess, WorkerProcess, WorkerStartError, spawn_server
 from distman.testing._environments import server_environ
 from distman.testing._messages import RankReport, RankStatus, RankTask, Signal
 from distman.testing._report import readable_stacks

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from distman._base.arguments import check_choice
-from distman._coordination.monitor.current_watcher import has_failed
-from distman._coordination.wait_scope import WaitScope
+from distman._coordination.wait_scope import WaitScope, has_failed
 from distman.checkpoint import load_model_state, model_state, without_compiled
 from distman.collectives import broadcast_data
 from distman.errors import DistmanError

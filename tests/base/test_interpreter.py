@@ -36,7 +36,7 @@ if folder := os.environ["FOLDER"]:
 import distman
 from distman._store.process import listen_on_this_host, start_store
 from distman._workers.server_process import spawn_server
-from distman._workers.worker_process import WorkerProcess
+from distman._workers.server_process import WorkerProcess
 
 expected = mine.state()
 assert distman.run(mine.state, n=1) == [expected]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distman import DistributedManager, JobFailed
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.monitor.calls import Call
-from distman._job.group_end import end_groups
+from distman._job.shutdown import end_groups
 from distman._torch_internals import default_store, is_registered
 from distman.collectives import all_gather_v
 from distman.testing import ranks
@@ -75,7 +75,7 @@ def test_what_a_failure_ends_is_not_in_the_way_of_what_its_handler_saves(monkeyp
 def test_who_ends_a_group_alone_waits_for_the_others_for_some_seconds_only(monkeypatch, rank):
     """NCCL would wait for what is outstanding, and on one host for the others to leave, too."""
     said = []
-    monkeypatch.setattr("distman._job.group_end.logger.warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr("distman._job.shutdown.logger.warning", lambda text, *values: said.append(text % values))
     monkeypatch.setattr("distman._base.timing.GROUPS_END", 0.2)
     DistributedManager.create_process_subgroup("pair", 2)
     manager = DistributedManager()

@@ -2,9 +2,8 @@ import datetime
 
 import pytest
 
-from distman._coordination.abortable_store import AbortableStore
 from distman._store.connection import GaveUpError
-from distman._store.torch_store import TorchStore
+from distman._store.torch_store import AbortableStore, TorchStore
 from tests.store.stores import open_store
 
 from ..store.stores import MemoryStore

@@ -27,7 +27,7 @@ from distman._coordination.preemption import StopAgreement
 from distman._coordination.sections import ExclusiveSections
 from distman._job.meeting.membership import _Verdict
 from distman._job.meeting.peers import JoinRecord, complete
-from distman._job.walls import read_address
+from distman._job.network import read_address
 from distman.errors import DistmanError
 
 from ..job.meeting.join_records import join_record
@@ -149,7 +149,7 @@ def test_a_counter_that_holds_no_number_is_an_error(data):
 
 def test_nobody_else_decodes_what_other_ranks_wrote():
     """Nor counts: a counter may hold a text."""
-    others, found = {"_coordination/messages.py", "_coordination/abortable_store.py"}, []
+    others, found = {"_coordination/messages.py"}, []
     others.add("_coordination/time_limit.py")  # what a scheduler answers
     for folder in ("_coordination", "_rendezvous", "_groups", "_job", "_manager"):
         for path in (PACKAGE / folder).rglob("*.py"):

@@ -12,7 +12,7 @@ import pytest
 from distman._base import timing
 from distman._coordination import preemption
 from distman._coordination.preemption import StopAgreement
-from distman._coordination.signal_names import DEFAULT_SIGNALS
+from distman._coordination.stop_signals import DEFAULT_SIGNALS
 from distman._coordination.sync import StoreGroup
 from distman.errors import PlanMismatchError
 

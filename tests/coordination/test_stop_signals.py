@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 
 from distman import DistributedManager
 from distman._base.process_state import reset
-from distman._coordination.signal_names import DEFAULT_SIGNALS, stop_signals
-from distman._coordination.stop_signals import StopSignals
+from distman._coordination.stop_signals import DEFAULT_SIGNALS, StopSignals, stop_signals
 
 
 @pytest.fixture(autouse=True)

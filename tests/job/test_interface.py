@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from distman._job.interface import _interface_of, choose_interface, forget_interface, stay_on_this_host
+from distman._job.network import _interface_of, choose_interface, forget_interface, stay_on_this_host
 
 NAME = "GLOO_SOCKET_IFNAME"
 

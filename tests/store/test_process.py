@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distman._base.process_state import reset
-from distman._coordination.signal_names import stop_signals
+from distman._coordination.stop_signals import stop_signals
 from distman._store import process
 from distman._store.client import Client
 from distman._store.connection import StoreLostError

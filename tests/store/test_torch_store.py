@@ -15,11 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from distman._coordination.abortable_store import AbortableStore
 from distman._store.client import Client
 from distman._store.connection import Connection, GaveUpError
 from distman._store.handshake import MEMBER, WATCHER
-from distman._store.torch_store import TorchStore
+from distman._store.torch_store import AbortableStore, TorchStore
 from distman._torch_internals import is_lost_connection, make_group, meeting_in_few_calls
 from distman.testing import ranks
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from distman._base import timing
-from distman._workers.server_process import spawn_server
-from distman._workers.worker_process import WorkerProcess
+from distman._workers.server_process import WorkerProcess, spawn_server
 from distman.testing import _rank_pool
 from distman.testing._rank_pool import RankProcess
 

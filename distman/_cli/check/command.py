@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_host(*, is_json: bool) -> int:
     from distman._cli.check.quick import problems_of_host
-    from distman._coordination.restart_notes import count_oom_kills
+    from distman._coordination.failure.starter import count_oom_kills
 
     found, host = problems_of_host(), socket.gethostname()
     if is_json:

@@ -24,7 +24,7 @@ from distman._cli.keep.verdict import Ended, Notes, Verdict, judge, waits_for_lo
 from distman._cli.parser import at_least
 from distman._cli.run.job import ending_with_starter
 from distman._cli.signals import heard, is_from_terminal, received
-from distman._coordination.restart_notes import FAILURE, VARIABLE
+from distman._coordination.failure.starter import FAILURE, KEEP_FOLDER
 
 _EPILOG = (
     "A host is bad if one of its ranks fell silent, could not be reached, or was killed from outside; not if the "
@@ -158,7 +158,7 @@ def _run_attempt(
     The ranks write into ``folder`` what happens. Once one has failed, the command has ``grace`` seconds to end. It gets
     SIGTERM where this process is killed.
     """
-    environ = {**os.environ, VARIABLE: str(folder)}
+    environ = {**os.environ, KEEP_FOLDER: str(folder)}
     process = subprocess.Popen(
         command, env=environ, stderr=subprocess.PIPE, preexec_fn=ending_with_starter(signal.SIGTERM)
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distman._base import timing
 from distman._cli.keep.verdict import Health
-from distman._coordination.restart_notes import count_oom_kills
+from distman._coordination.failure.starter import count_oom_kills
 from distman.environments import parse_hostlist
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from distman._base.text import printable
 from distman._coordination.failure.record import DIED, SILENT
-from distman._coordination.restart_notes import FAILURE, HOST, SAVED
+from distman._coordination.failure.starter import FAILURE, HOST, SAVED
 
 _TASKS = re.compile(r"^srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?P<end>.+?)(?: \(core dumped\))?$", re.MULTILINE)
 """A line of srun on tasks that ended.

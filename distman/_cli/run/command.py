@@ -13,7 +13,7 @@ from distman._base.text import printable
 from distman._cli.parser import at_least
 from distman._cli.run.function import program_of_rank
 from distman._cli.run.job import Plan, number_of_ranks, run_job
-from distman._coordination.signal_names import stop_signals
+from distman._coordination.stop_signals import stop_signals
 from distman.environments import detect
 from distman.errors import DistmanError
 

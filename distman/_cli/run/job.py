@@ -30,7 +30,7 @@ from distman._cli.run.console import Console
 from distman._cli.run.outcome import WANTS_RESTART, Outcome, RankOutcome, last_lines, read_error_file
 from distman._cli.signals import heard, is_from_terminal, received
 from distman._coordination.failure.record import SILENT
-from distman._coordination.signal_names import DEFAULT_SIGNALS
+from distman._coordination.stop_signals import DEFAULT_SIGNALS
 from distman.environments import DISTMAN_RUN, LAUNCHERS, Family, Place, fake_variables, sets
 
 _ERRORS = 2  # number of the stream

@@ -13,8 +13,8 @@ from typing import Any
 from distman._base.text import printable, printable_lines
 from distman._cli.output import shown_ranks
 from distman._cli.run.console import COMMAND
-from distman._coordination.failure.error_file import RECORD
 from distman._coordination.failure.record import DIED, EXITED, FailureRecord
+from distman._coordination.failure.starter import RECORD
 from distman._coordination.messages import MalformedMessageError
 
 OF_A_SHELL = 128

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure import hook
-from distman._coordination.failure.error_file import is_shown_by_starter, write_error_file
 from distman._coordination.failure.record import SILENT, FailureRecord
+from distman._coordination.failure.starter import is_shown_by_starter, write_error_file
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import interval, late_after, wait_until_known
-from distman._coordination.monitor.current_watcher import failure_behind
 from distman._coordination.monitor.watcher import is_watching
 from distman._coordination.timeouts import result_within, run_with_timeout
+from distman._coordination.wait_scope import failure_behind
 from distman.errors import JobFailed
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The named groups of a job: planned as partitions, agreed by all ranks, made by their members."""
+"""The named groups of a job: planned as partitions, agreed by all ranks, made and ended by their members."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distman._base.log import logger
 from distman._coordination import protocol
-from distman._coordination.abortable_store import AbortableStore
 from distman._coordination.consensus import Consensus
 from distman._coordination.joint_blocks import JointBlocks
 from distman._coordination.monitor.calls import CallNumbers
@@ -26,11 +25,10 @@ from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
 from distman._coordination.wait_scope import WaitScope
 from distman._job.device import is_pure_gloo
-from distman._job.group_end import end_groups
-from distman._job.groups.hosts import Neighbours, partitions_by_host, warn_of_crossing
 from distman._job.job import Job
+from distman._job.shutdown import end_groups
 from distman._store.connection import GaveUpError
-from distman._store.torch_store import TorchStore
+from distman._store.torch_store import AbortableStore, TorchStore
 from distman._torch_internals import (
     default_store,
     device_types,
@@ -40,7 +38,46 @@ from distman._torch_internals import (
     mesh_without_groups,
 )
 from distman.errors import DistmanError, UndefinedGroupError, _undefined_group
-from distman.topology import READY_MADE, GridPartition, Partition, Plan, check_new_names
+from distman.topology import READY_MADE, GridPartition, ListedPartition, Partition, Plan, check_new_names
+
+
+def partitions_by_host(job: Job) -> dict[str, Partition]:
+    """Return the partitions of ``"node"`` and ``"leaders"``; none where not all ranks are known."""
+    if len(job.roll_call) < job.world_size:
+        return {}
+    ranks_of: dict[int, list[int]] = {}
+    for peer in job.roll_call:
+        ranks_of.setdefault(peer.node_rank, []).append(peer.rank)
+    nodes = sorted(tuple(ranks) for ranks in ranks_of.values())
+    others = [(rank,) for ranks in nodes for rank in ranks[1:]]
+    leaders = tuple(ranks[0] for ranks in nodes)
+    return {"node": ListedPartition(tuple(nodes)), "leaders": ListedPartition((leaders, *others))}
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbours:
+    """The ranks of this host, this one included; none where not all ranks are known. One object for each job."""
+
+    ranks: frozenset[int]
+
+
+def warn_of_crossing(job: Job, ranks_of: Mapping[str, tuple[int, ...]]) -> None:
+    """Warn where a group crosses hosts though it would fit on one, and no group as large stays on one."""
+    peers = job.roll_call
+    if job.peer.num_nodes < 2:
+        return
+    crossing = {name: ranks for name, ranks in ranks_of.items() if len({peers[rank].node_rank for rank in ranks}) > 1}
+    largest = max((len(ranks) for name, ranks in ranks_of.items() if name not in crossing), default=1)
+    for name, ranks in crossing.items():
+        room = max(peers[rank].local_world_size for rank in ranks)
+        if largest < len(ranks) <= room and ranks[0] == job.peer.rank:
+            logger.warning(
+                "group %r would fit on one host, but its ranks %s are on several. Make it the last axis of the "
+                "mesh, and start a multiple of %d ranks on each host.",
+                name,
+                list(ranks),
+                len(ranks),
+            )
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any
 from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure import hook
-from distman._coordination.failure.error_file import write_error_file
 from distman._coordination.failure.job_abort import abort_job_after, ending_of
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.failure.starter import write_error_file
 from distman._coordination.timeouts import begin
 from distman._job.meeting.ancestry import ancestors
 from distman._job.meeting.munge import DaemonError

@@ -13,9 +13,9 @@ from distman._coordination.failure.delivery import Stage
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import WatchContext, WatchLimits
-from distman._coordination.monitor.current_watcher import failure_behind, raise_if_failed
 from distman._coordination.monitor.hang import StackQueries
 from distman._coordination.monitor.watcher import NO_ANSWER, State, Watcher, is_watching
+from distman._coordination.wait_scope import failure_behind, raise_if_failed
 from distman._store.connection import StoreSilentError
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import is_lost_connection

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from distman import DistmanError, DistributedManager, NotInitializedError, RendezvousError
-from distman._job.manager.one_at_a_time import OneAtATime
+from distman._job.manager.state import OneAtATime
 from distman.testing import ranks
 
 NUM_THREADS = 6

@@ -1,17 +1,32 @@
-"""What the ranks write down for ``distman keep``, which starts the job again without the host that failed."""
+"""What this process tells its starter of a failure: torchrun, ``distman run`` or ``distman keep``."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distman._coordination.failure.record import FailureRecord
+from distman._base.private_files import write_new
+from distman._coordination.failure.record import EXITED, FailureRecord
+from distman.environments import LAUNCHERS, detect
+from distman.errors import DistmanError
 
-VARIABLE = "DISTMAN_KEEP_FOLDER"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable that names the file. torch's decorator ``record`` writes it too.
+
+Source:
+    PyTorch documentation, torch.distributed.elastic, Error Propagation.
+"""
+
+RECORD = "distman"
+"""Key of what only this package writes and reads."""
+
+KEEP_FOLDER = "DISTMAN_KEEP_FOLDER"
 """The variable that names a folder which all hosts see, one for each try."""
 
 HOST, FAILURE, SAVED = "host-{}.json", "failure-{}.json", "saved.json"
@@ -59,7 +74,7 @@ def _node() -> str:
 
 def _note(name: str, said: Mapping[str, object], *, is_first: bool) -> None:
     """Write a file that is there as a whole or not at all; what cannot be written is left out."""
-    folder = os.environ.get(VARIABLE)
+    folder = os.environ.get(KEEP_FOLDER)
     if not folder:
         return
     with contextlib.suppress(OSError):
@@ -73,3 +88,35 @@ def _note(name: str, said: Mapping[str, object], *, is_first: bool) -> None:
             Path(draft).unlink()
         else:
             Path(draft).replace(path)
+
+
+def write_error_file(rank: int, mine: FailureRecord, first: FailureRecord | None) -> None:
+    """Say why a rank fails, unless it was said.
+
+    torchrun blames the rank with the earliest time, in whole seconds. So a rank that is not the first to fail gives the
+    next second.
+    """
+    note_failure(first or mine)
+    own = mine if mine.rank == rank else None
+    if own is not None and own.error_type == EXITED:
+        return  # which says nothing of why: the starter shows what the rank wrote last
+    first = first or (None if own else mine)
+    record = first or mine
+    is_first = record.rank == rank
+    text = f"{record.error_type}: {record.error_text}" if is_first else record.headline
+    details = {"py_callstack": record.traceback_text, "timestamp": str(int(time.time()) + (not is_first))}
+    ours = {name: said and dataclasses.asdict(said) for name, said in (("own", own), ("first", first))}
+    said = {"message": {"message": text, "extraInfo": details}, RECORD: ours}
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        with contextlib.suppress(OSError):  # it is there already, or its folder is gone
+            write_new(Path(path), json.dumps(said))
+
+
+def is_shown_by_starter() -> bool:
+    """Return whether this process need not print why it failed, since its starter will."""
+    try:
+        launcher = LAUNCHERS[detect(os.environ).environment.launcher]
+    except (DistmanError, ValueError):
+        return False
+    return launcher.shows_errors and ERROR_FILE in os.environ and Path(os.environ[ERROR_FILE]).exists()
