@@ -13,8 +13,7 @@ from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import count, read_at_once
-from distman._coordination.monitor.calls import StoreWait
-from distman._coordination.tracking import current_wait
+from distman._coordination.tracking import StoreWait, current_wait
 from distman._coordination.wait_scope import let_others_hear_first, raise_if_failed
 from distman.errors import PlanMismatchError
 

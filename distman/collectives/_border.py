@@ -18,10 +18,9 @@ from typing import NoReturn
 import torch
 
 from distman._base.text import printable
-from distman._coordination.monitor.calls import end_waits
 from distman._coordination.monitor.refusals import Posted, Refusal, know
 from distman._coordination.monitor.watcher import is_watching
-from distman._coordination.tracking import call_site, current_wait
+from distman._coordination.tracking import call_site, current_wait, end_waits
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
 from distman._torch_internals import (

@@ -10,9 +10,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from distman._coordination.monitor.calls import Call, end_waits
 from distman._coordination.monitor.refusals import know
-from distman._coordination.tracking import check_all_run_here, current_wait
+from distman._coordination.tracking import Call, check_all_run_here, current_wait, end_waits
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group, process_group_of
 from distman._torch_internals import despite_traces

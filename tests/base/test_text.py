@@ -17,12 +17,12 @@ from distman._coordination.barrier import wait_for_all
 from distman._coordination.consensus import Consensus
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import decode
-from distman._coordination.monitor.calls import Call
 from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.deadlocks import reason_of
 from distman._coordination.monitor.hang import Answer, write_report
 from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.sections import ExclusiveSections
+from distman._coordination.tracking import Call
 from distman._job.meeting.membership import _Verdict
 from distman._job.meeting.peers import JoinRecord, complete, describe_present, find_faults
 from distman.collectives._headers import describe

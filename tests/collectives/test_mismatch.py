@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from distman import DistributedManager, PlanMismatchError
 from distman._coordination import protocol
-from distman._coordination.monitor.calls import Call
+from distman._coordination.tracking import Call
 from distman._torch_internals import batch_isend_irecv, default_store
 from distman.collectives import (
     all_gather_objects,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distman import DistributedManager, JobFailed
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.monitor.calls import Call
+from distman._coordination.tracking import Call
 from distman._job.shutdown import end_groups
 from distman._torch_internals import default_store, is_registered
 from distman.collectives import all_gather_v
@@ -99,7 +99,7 @@ def test_an_abort_that_waits_for_other_ranks_holds_nobody_up(monkeypatch):
     """NCCL may wait for those of the host, and who asks may be the watcher."""
     has_come = threading.Event()
     monkeypatch.setattr("distman._base.timing.ABORT_GROUPS", 0.1)
-    monkeypatch.setattr("distman._coordination.monitor.calls.abort_backends", lambda _: has_come.wait())
+    monkeypatch.setattr("distman._coordination.tracking.abort_backends", lambda _: has_come.wait())
     Call(DistributedManager().resolve_group(), 0, "all_gather").interrupt()
     has_come.set()
 

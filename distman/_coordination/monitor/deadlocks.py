@@ -23,9 +23,8 @@ from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.failure.stack import error_in_hand
 from distman._coordination.messages import count, decode, decode_at_once, read_at_once
-from distman._coordination.monitor.calls import Call, StoreWait
 from distman._coordination.monitor.refusals import progress
-from distman._coordination.tracking import TrackedWait
+from distman._coordination.tracking import Call, StoreWait, TrackedWait
 from distman._torch_internals import TorchWait, operations_begun, torch_wait_in
 from distman.errors import JobFailed, PlanMismatchError
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from distman._base.text import Line
 from distman._coordination import protocol, tracking
 from distman._coordination.messages import count, decode, decode_at_once, read_at_once
-from distman._coordination.monitor.calls import Members
+from distman._coordination.tracking import Members
 from distman._torch_internals import is_registered
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from distman._base.log import logger
 from distman._coordination import protocol
 from distman._coordination.consensus import Consensus
 from distman._coordination.joint_blocks import JointBlocks
-from distman._coordination.monitor.calls import CallNumbers
 from distman._coordination.sections import ExclusiveSections
-from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
+from distman._coordination.tracking import CallNumbers, call_site, check_all_run_here, check_speaks_for_rank
 from distman._coordination.wait_scope import WaitScope
 from distman._job.device import is_pure_gloo
 from distman._job.job import Job
