@@ -19,7 +19,7 @@ from distman._coordination.messages import (
     decode_text,
     is_first,
     no_counter,
-    read_at_once,
+    read_numbers,
 )
 from distman._coordination.sync import StoreGroup
 from distman._store.connection import InvalidRequestError
@@ -108,11 +108,9 @@ class _Barrier:
 
     def _missing(self) -> list[int]:
         """Return which ranks have not arrived, by index."""
-        found = read_at_once(self.store_group.store, protocol.arrived(self.key))
-        if found is None:  # the last to leave has deleted it, while a watcher looks
-            return []
-        come = set(found.split(","))
-        return [index for index in range(self.store_group.size) if str(index) not in come]
+        come = {*read_numbers(self.store_group.store, protocol.arrived(self.key))}
+        # None came where the last to leave has deleted the list, while a watcher looks.
+        return [index for index in range(self.store_group.size) if index not in come] if come else []
 
     def _give_up(self, missing: Sequence[int], record: FailureRecord) -> None:
         """Let all that came know why, unless the last rank came at this moment."""

@@ -10,7 +10,7 @@ from distman._base.text import Line, printable_lines
 from distman._coordination import protocol
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import claim, count, decode, decode_at_once
+from distman._coordination.messages import claim, count, decode, decode_at_once, encode
 from distman._coordination.sync import StoreGroup
 from distman.errors import BarrierTimeoutError, PlanMismatchError
 
@@ -35,7 +35,7 @@ class Consensus:
         """Go on only if all ranks bring the same digest, else PlanMismatchError shows what two of them want."""
         group, store = self.store_group, self.store_group.store
         keys = protocol.first_proposal(key), protocol.other_proposal(key)
-        mine = json.dumps(dataclasses.asdict(_Proposal(group.rank, digest, text)))
+        mine = encode(_Proposal(group.rank, digest, text))
         what = f"what a rank asks for at {key}"
         first = claim(store, keys[0], mine, lambda found: decode(found, _Proposal, what))
         if first.digest != digest:

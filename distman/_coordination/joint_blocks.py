@@ -19,7 +19,7 @@ from distman._base.log import logger
 from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import count, decode_text
+from distman._coordination.messages import count, read_numbers
 from distman._coordination.monitor.watcher import current
 from distman._coordination.sync import KeySequence, StoreGroup
 from distman._coordination.timeouts import run_with_timeout
@@ -71,8 +71,8 @@ class JointBlocks:
 
     def _missing(self, key: str) -> list[int]:
         """Return which ranks have not raised, by index."""
-        raised = decode_text(self._group.store.get(protocol.arrived(key))).split(",")
-        return [index for index in range(self._group.size) if str(index) not in raised]
+        raised = {*read_numbers(self._group.store, protocol.arrived(key))}
+        return [index for index in range(self._group.size) if index not in raised]
 
     def _is_awaited_by(self, missing: Sequence[int]) -> bool:
         """Return whether one of those that did not raise waits for those that did."""

@@ -57,6 +57,11 @@ class MalformedMessageError(DistmanError):
         )
 
 
+def encode(message: Any) -> str:
+    """Return a message that is a dataclass for the store."""
+    return json.dumps(dataclasses.asdict(message))
+
+
 def decode(data: str | bytes, kind: type[Kind], what: str) -> Kind:
     """Return a message: a number, a text, a dataclass, a list, tuple or dict of such things, or one or None."""
     try:
@@ -102,6 +107,11 @@ def read_at_once(store: Store, key: str) -> str | None:
     # value that is never there leaves the store as it is, and a key that is not there gives back that value.
     found = decode_text(store.compare_set(key, _NOTHING, _NOTHING))
     return found if found != _NOTHING else None
+
+
+def read_numbers(store: Store, key: str) -> list[int]:
+    """Return the list at a key, to which ranks append numbers, each with a comma; empty where there is none now."""
+    return decode(f"[{(read_at_once(store, key) or '')[:-1]}]", list[int], f"the list {key!r}")
 
 
 def claim(store: Store, key: str, mine: str | bytes, read: Callable[[bytes], Kind]) -> Kind:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from distman._base.text import Line, printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import count, decode, read_at_once
+from distman._coordination.messages import count, decode, read_numbers
 from distman._coordination.sync import KeySequence, StoreGroup
 from distman.errors import PlanMismatchError
 
@@ -57,8 +57,8 @@ class ExclusiveSection:
     def _unfinished(self) -> Sequence[int]:
         if len(self.awaited) == 1:
             return self.awaited
-        done = (read_at_once(self.store_group.store, protocol.done_by(self.key)) or "").split(",")
-        return [index for index in self.awaited if str(index) not in done]
+        done = {*read_numbers(self.store_group.store, protocol.done_by(self.key))}
+        return [index for index in self.awaited if index not in done]
 
     def wait(self) -> None:
         """Wait until all that are awaited have done their part; raises RankFailedError if one of them raised."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
-from distman._coordination.messages import count, read_at_once
+from distman._coordination.messages import count, read_numbers
 from distman._coordination.tracking import StoreWait, current_wait
 from distman._coordination.wait_scope import let_others_hear_first, raise_if_failed
 from distman.errors import PlanMismatchError
@@ -119,17 +119,17 @@ class _Departures:
         self._group = store_group
         self._place = place
         self._awaited = awaited
-        self._left = ""
+        self._left: list[int] = []
         self._found: FailureRecord | None = None
         self._since = 0.0
 
     def find(self, now: float) -> FailureRecord | None:
         """Return that an awaited rank left, once that is known for a while."""
         group = self._group
-        left = read_at_once(group.job_store, protocol.LEFT) or ""
+        left = read_numbers(group.job_store, protocol.LEFT)
         if self._found is None and left != self._left:
-            self._left, ranks = left, set(left.split(","))
-            first = next((index for index in self._awaited() if str(group.ranks[index]) in ranks), None)
+            self._left = left
+            first = next((index for index in self._awaited() if group.ranks[index] in left), None)
             if first is not None:
                 self._found, self._since = FailureRecord.left(group.peers[group.ranks[first]], self._place), now
         return self._found if self._found is not None and now - self._since > group.leaving else None

@@ -117,9 +117,9 @@ def test_what_is_in_order_is_said_and_the_last_line_is_about_the_collectives():
 
 
 def test_a_job_that_nothing_protects_is_worth_a_look():
-    findings = found(Protection(Source.NONE, lack="no secret"))
+    findings = found(Protection(Source.NONE))
     (warning,) = warnings(findings)
-    assert warning.startswith("Nothing keeps other users out of this job: no secret. ")
+    assert warning.startswith("Nothing keeps other users out of this job: it may run on several hosts")
     assert not any("protected" in line for line in facts(findings))
     assert as_json(findings)["protected_by"] is None
 

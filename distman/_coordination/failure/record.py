@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import socket
 import traceback
@@ -14,7 +13,7 @@ from distman._base import timing
 from distman._base.text import shortened
 from distman._coordination import protocol
 from distman._coordination.failure.short_traceback import short_traceback
-from distman._coordination.messages import claim, decode
+from distman._coordination.messages import claim, decode, encode
 from distman._coordination.timeouts import result_within
 from distman.errors import JobFailed, RankFailedError
 
@@ -130,7 +129,7 @@ class FailureRecord:
 
     def publish(self, store: TorchStore) -> FailureRecord:
         """Make this the job's record unless there is one, and return the one there is."""
-        return claim(store, protocol.FAILURE, self.to_json(), type(self).decoded)
+        return claim(store, protocol.FAILURE, encode(self), type(self).decoded)
 
     @classmethod
     def decoded(cls, data: bytes, what: str = "the failure in the job's store") -> FailureRecord:
@@ -147,7 +146,7 @@ class FailureRecord:
         return str(self.to_failure()).partition("\n")[0]
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return encode(self)
 
     def to_failure(self) -> JobFailed:
         """Return what the other ranks raise if the job has failed by it."""

@@ -22,7 +22,7 @@ from distman._base.text import Line, printable
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.failure.stack import error_in_hand
-from distman._coordination.messages import count, decode, decode_at_once, read_at_once
+from distman._coordination.messages import count, decode, decode_at_once, encode, read_at_once
 from distman._coordination.monitor.refusals import progress
 from distman._coordination.tracking import Call, StoreWait, TrackedWait
 from distman._torch_internals import TorchWait, operations_begun, torch_wait_in
@@ -147,7 +147,7 @@ class DeadlockWatch:
         is_new = wait.told is None
         told = wait.told or wait.tell(self._me)
         if is_new:
-            store.set(protocol.waiting(self._me.rank), json.dumps(dataclasses.asdict(told)))
+            store.set(protocol.waiting(self._me.rank), encode(told))
             others = [rank for rank in wait.what.ranks if rank != self._me.rank]
             self._unasked = random.sample(others, len(others))
         if is_new or is_news:
@@ -161,7 +161,7 @@ class DeadlockWatch:
             other = _told(store, rank)
             if other is not None and wait.is_for(rank, other):
                 suspicion = _Suspicion(self._me.rank, mine.key, other.key)
-                store.append(protocol.suspected(rank), f"{json.dumps(dataclasses.asdict(suspicion))}\n")
+                store.append(protocol.suspected(rank), f"{encode(suspicion)}\n")
                 count(store, protocol.NEWS, 1)
         del self._unasked[: self._most_asked]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from distman._base.log import logger
 from distman._base.private_files import private_folder, write_new
 from distman._base.text import printable, printable_lines, shortened
 from distman._coordination import protocol, tracking
-from distman._coordination.messages import count, decode_at_once, is_first, read_at_once
+from distman._coordination.messages import count, decode_at_once, encode, is_first, read_numbers
 from distman._coordination.monitor.context import WatchContext
 from distman._coordination.timeouts import begin
 from distman._coordination.tracking import LongWait
@@ -90,9 +89,9 @@ class StackQueries:
 
     def answer(self, more: Sequence[LongWait] = ()) -> None:
         """Answer the queries that are new, see :meth:`Answer.here`."""
-        numbers = (read_at_once(self.store, protocol.queries(self.rank)) or "").split(",")[:-1]
-        for number in map(int, numbers[self.num_seen :]):
-            self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here(more))))
+        numbers = read_numbers(self.store, protocol.queries(self.rank))
+        for number in numbers[self.num_seen :]:
+            self.store.set(protocol.answer(number, self.rank), encode(Answer.here(more)))
             count(self.store, protocol.answered(number), 1)
         self.num_seen = len(numbers)
 

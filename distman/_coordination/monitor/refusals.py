@@ -8,13 +8,12 @@ many bytes with them, which mean nothing: the call ends there, and raises what t
 from __future__ import annotations
 
 import dataclasses
-import json
 import weakref
 from typing import TYPE_CHECKING
 
 from distman._base.text import Line
 from distman._coordination import protocol, tracking
-from distman._coordination.messages import count, decode, decode_at_once, read_at_once
+from distman._coordination.messages import count, decode, decode_at_once, encode, read_numbers
 from distman._coordination.tracking import Members
 from distman._torch_internals import is_registered
 
@@ -54,7 +53,7 @@ class Refusal:
         store = store_group.job_store
         number = count(store, protocol.REFUSAL_NUMBERS, 1)
         keys = {rank: protocol.refusal_answer(number, rank) for rank in self.ranks if rank != self.rank}
-        store.set(protocol.refusal(number), json.dumps(dataclasses.asdict(self)))
+        store.set(protocol.refusal(number), encode(self))
         store.append(protocol.REFUSALS, f"{number},")
         count(store, protocol.NEWS, 1)
 
@@ -94,15 +93,15 @@ class RefusalWatch:
             posted = _posted_with(refusal)
             if posted is not None:
                 del self._open[number]
-                store.set(protocol.refusal_answer(number, self._rank), json.dumps(dataclasses.asdict(posted)))
+                store.set(protocol.refusal_answer(number, self._rank), encode(posted))
 
     def _read(self, store: TorchStore) -> None:
-        numbers = (read_at_once(store, protocol.REFUSALS) or "").split(",")[:-1]
+        numbers = read_numbers(store, protocol.REFUSALS)
         for number in numbers[self._num_seen :]:
             # The rank that asked may have given up.
-            refusal = decode_at_once(store, protocol.refusal(int(number)), Refusal, "a refusal")
+            refusal = decode_at_once(store, protocol.refusal(number), Refusal, "a refusal")
             if refusal is not None and self._rank in refusal.ranks and self._rank != refusal.rank:
-                self._open[int(number)] = refusal
+                self._open[number] = refusal
         self._num_seen = len(numbers)
 
 

@@ -21,7 +21,7 @@ from distman._base import timing
 from distman._base.log import logger
 from distman._coordination import protocol
 from distman._coordination.failure.record import Place
-from distman._coordination.messages import decode, decode_at_once, read_at_once
+from distman._coordination.messages import decode, decode_at_once, read_numbers
 from distman._coordination.step_times import APART, COMPARED, WAITING, current
 
 if TYPE_CHECKING:
@@ -97,7 +97,6 @@ class SlownessWatch:
         self._rank = rank
         self._peers = peers
         self._number = 0  # of the last window of this rank
-        self._timed: list[int] = []  # the ranks that have told of a window
         self._seen: dict[int, float] = {}  # the numbers of the windows of all ranks
         self._compared: dict[int, deque[_Comparison]] = defaultdict(lambda: deque(maxlen=_NUMBERS[-1]))
         self._slow: dict[int, Finding] = {}
@@ -116,11 +115,11 @@ class SlownessWatch:
             self._compare(store)
 
     def _compare(self, store: TorchStore) -> None:
-        self._timed = [*map(int, (read_at_once(store, protocol.TIMED) or "").split(",")[:-1])]
-        found = store.multi_get([protocol.step_times(one) for one in self._timed])
+        timed = read_numbers(store, protocol.TIMED)
+        found = store.multi_get([protocol.step_times(one) for one in timed])
         told = {
             rank: decode(data, list[float], f"the times of rank {rank}")
-            for rank, data in zip(self._timed, found, strict=True)
+            for rank, data in zip(timed, found, strict=True)
         }
         windows = {rank: [*window, sum(window[: len(COMPARED)])] for rank, (_, *window) in told.items()}
         columns = [sorted(column) for column in zip(*windows.values(), strict=True)]

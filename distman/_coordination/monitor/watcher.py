@@ -21,7 +21,7 @@ from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.interruption import Interruption
 from distman._coordination.failure.record import EXITED, LEFT, FailureRecord
-from distman._coordination.messages import count, decode_index, read_at_once
+from distman._coordination.messages import count, read_numbers
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after, wait_until_known
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
@@ -185,13 +185,10 @@ class Watcher:
     def _departure(self, operation: str) -> FailureRecord | None:
         """Return that a rank left the job, if one did: the first, after which others may have had to."""
         try:
-            left = read_at_once(self.store, protocol.LEFT)
+            left = read_numbers(self.store, protocol.LEFT)
         except dist.DistError as lost:
             return self.lost_store(lost)
-        if left is None:
-            return None
-        rank = decode_index(left.partition(",")[0], len(self._context.peers), "the ranks that left")
-        return FailureRecord.left(self._context.peers[rank], operation) if rank != self.rank else None
+        return FailureRecord.left(self._context.peers[left[0]], operation) if left and left[0] != self.rank else None
 
     def lost_store(self, error: BaseException) -> FailureRecord:
         """Return because of which rank the store cannot be reached any more."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
+from distman._coordination.messages import encode
 from distman._store.client import Client
 from distman._store.connection import StoreLostError
 
@@ -75,7 +76,7 @@ class JobStore:
         me: Place,
         key: str = protocol.FAILURE,
         counter: str = protocol.NEWS,
-        pack: Callable[[FailureRecord], str | bytes] = FailureRecord.to_json,
+        pack: Callable[[FailureRecord], str | bytes] = encode,
         *,
         unless: str,
     ) -> None:

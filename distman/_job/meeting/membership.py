@@ -33,6 +33,7 @@ from distman._coordination.messages import (
     decode,
     decode_at_once,
     decode_index,
+    encode,
 )
 from distman._coordination.timeouts import run_with_timeout
 from distman._job.meeting.job_store import JobStore
@@ -150,7 +151,7 @@ class _Membership:
         self._leave_will()
         place = count(self.store, protocol.JOINED, 1)
         self._receive({place: self.me})
-        self.store.set(protocol.join_record(place), json.dumps(dataclasses.asdict(self.me)))
+        self.store.set(protocol.join_record(place), encode(self.me))
         if place >= self.me.world_size:
             self.store.set(protocol.MEMBERSHIP_EVENT, "full")
 
