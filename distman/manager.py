@@ -22,10 +22,10 @@ from distman._base.arguments import check_seconds
 from distman._base.process_state import puts_back
 from distman._base.seeds import seed_generators
 from distman._coordination import protocol, tracking
-from distman._coordination.barrier import wait_for_all
+from distman._coordination.consensus import wait_for_all
 from distman._coordination.failure import hook
+from distman._coordination.failure.delivery import call_before_it_is_printed, error_that_ends_process
 from distman._coordination.failure.pending_work import complete_all
-from distman._coordination.failure.stack import call_before_it_is_printed, error_that_ends_process
 from distman._coordination.monitor.slowness import SlowRank, slow_ranks
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.stop_signals import stop_signals
@@ -35,21 +35,20 @@ from distman._job.device import check_backend, requested_device
 from distman._job.groups.registry import Groups
 from distman._job.job import Job, Limits
 from distman._job.manager import settings
-from distman._job.manager.ddp import check_wrappable, wrap
-from distman._job.manager.fsdp import (
+from distman._job.manager.group_methods import GroupMethods
+from distman._job.manager.replicas import check_replicas
+from distman._job.manager.state import ManagerState, OneAtATime, Place
+from distman._job.manager.wrapping import (
     Initialize,
     Parts,
     Precision,
     check_mesh,
     check_shardable,
+    check_wrappable,
     materialize_all,
     shard_in_place,
+    wrap,
 )
-from distman._job.manager.group_creation import GroupCreation
-from distman._job.manager.group_queries import GroupQueries
-from distman._job.manager.place import Place
-from distman._job.manager.replicas import check_replicas
-from distman._job.manager.state import ManagerState, OneAtATime
 from distman._job.shutdown import abandon, close_kept, leave
 from distman._job.start import adopt, reporter_of, start, undo, watch
 from distman._torch_internals import check_finds_unused, close_all_connections
@@ -62,7 +61,7 @@ _lifecycle = OneAtATime()
 os.register_at_fork(after_in_child=_lifecycle.forget)
 
 
-class DistributedManager(Place, GroupQueries, GroupCreation):
+class DistributedManager(Place, GroupMethods):
     """The place of this process in its job: the same state in every instance (Borg).
 
     Call :meth:`initialize` once, at the start of the script; make an instance wherever the answer is needed.

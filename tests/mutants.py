@@ -89,7 +89,7 @@ MUTANTS = (
         ("if other != step:", "if other > step:"),
     ),
     *_mutants(
-        "_coordination/barrier.py",
+        "_coordination/consensus.py",
         "coordination/test_barrier.py",
         ("count(store, protocol.passages(self.key), _GIVEN_UP)", "count(store, protocol.passages(self.key), 0)"),
     ),
@@ -99,7 +99,7 @@ MUTANTS = (
         ("if first.digest != digest:", "if first.digest == digest:"),
     ),
     *_mutants(
-        "_job/manager/group_creation.py",
+        "_job/manager/group_methods.py",
         "groups/test_registry.py",
         ("inner.orthogonal(outer)", "inner.orthogonal()"),
     ),

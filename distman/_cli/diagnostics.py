@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distman._base import timing
-from distman._job.meeting.sockets import addresses_of, is_own, means_loopback
+from distman._job.meeting.address import addresses_of, is_own, means_loopback
 from distman.environments import (
     BARE,
     LAUNCHERS,

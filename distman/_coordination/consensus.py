@@ -1,18 +1,154 @@
-"""Ranks that must say the same before they act together, and must all have succeeded before they go on."""
+"""Ranks that wait for each other over the store: they learn which did not arrive, wants something else, or failed."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 
-from distman._base.text import Line, printable_lines
+import torch.distributed as dist
+
+from distman._base import timing
+from distman._base.text import Line, printable, printable_lines
 from distman._coordination import protocol
-from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import claim, count, decode, decode_at_once, encode
+from distman._coordination.messages import (
+    claim,
+    count,
+    decode,
+    decode_at_once,
+    decode_text,
+    encode,
+    is_first,
+    no_counter,
+    read_numbers,
+)
 from distman._coordination.sync import StoreGroup
+from distman._store.connection import InvalidRequestError
 from distman.errors import BarrierTimeoutError, PlanMismatchError
+
+_OPEN = "open"
+_GIVEN_UP = -(2**40)
+"""What is added to the counter of those that came and left, so that each that leaves knows without another call: more
+ranks than there will ever be."""
+
+
+Locate = Callable[[Sequence[int]], dict[int, str]]
+"""Finds out where ranks of the world are, as far as it can."""
+
+
+def wait_for_all(store_group: StoreGroup, key: str, *, timeout: float, locate: Locate | None = None) -> None:
+    """Wait until every rank of the group has called this with the same key, which serves once.
+
+    Raises:
+        BarrierTimeoutError: On every rank that came: some did not come within ``timeout`` seconds of one of them.
+        RankFailedError: On a rank that came when the others had given up.
+        JobFailed: On every rank: the job failed, or an awaited rank left it.
+    """
+    _Barrier(store_group, key).wait(timeout, locate)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Barrier:
+    """One barrier. Its outcome is what is written first: by the last rank to come, or by one that gives up."""
+
+    store_group: StoreGroup
+    key: str
+
+    def wait(self, timeout: float, locate: Locate | None) -> None:
+        store, group = self.store_group.store, self.store_group
+        # Before it is counted: ranks that wait may look for it.
+        store.append(protocol.arrived(self.key), f"{group.rank},")
+        until = time.monotonic() + timeout
+        if not self._come(timeout) and not self._wait_for_outcome(until - time.monotonic()):
+            self._wait_for_answer(timeout, locate)
+        passages = count(store, protocol.passages(self.key), 1)
+        if passages <= 0:
+            self._raise_if_given_up()
+        elif passages == 2 * group.size:
+            keys = (protocol.arrived, protocol.outcome, protocol.passages, protocol.late)
+            store.delete_keys([key(self.key) for key in keys])
+
+    def _come(self, timeout: float) -> bool:
+        """Be counted as come, and return whether there is an outcome; the store tells it, in the same call."""
+        store, group = self.store_group.store, self.store_group
+        passages, outcome = protocol.passages(self.key), protocol.outcome(self.key)
+        try:
+            store.arrive(passages, group.size, (outcome, _OPEN), min(timeout, group.look_around_every))
+        except InvalidRequestError as error:
+            raise no_counter(passages, error) from None
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def _wait_for_outcome(self, timeout: float) -> bool:
+        return self.store_group.wait_until(
+            lambda: bool(self.store_group.store.check([protocol.outcome(self.key)])),
+            place=self.key,
+            awaited=self._missing,
+            key=protocol.outcome(self.key),
+            timeout=timeout,
+            tell=lambda record: self._give_up(self._missing(), record),
+        )
+
+    def _wait_for_answer(self, timeout: float, locate: Locate | None) -> None:
+        """Give up if this is the rank that looks which are missing, or wait for its answer.
+
+        If each looked, the store would be asked for the ranks that came by each of them.
+        """
+        group, key = self.store_group, protocol.late(self.key)
+        until, was_complete = time.monotonic() + timing.BARRIER_LOOK, False
+        while True:
+            looks = is_first(group.store, key, group.rank)
+            missing = self._missing() if looks or time.monotonic() > until else None
+            if missing or (missing is not None and was_complete):
+                error = BarrierTimeoutError(self._message(timeout, missing, locate))
+                self._give_up(missing, FailureRecord.of(error, group.ranks[group.rank]))
+            if self._wait_for_outcome(timing.BARRIER_NEXT_ROUND):  # the missing ones may have come while we looked
+                return
+            was_complete = missing == []  # the last one may be on its way to be counted, or was interrupted there
+
+    def _missing(self) -> list[int]:
+        """Return which ranks have not arrived, by index."""
+        come = {*read_numbers(self.store_group.store, protocol.arrived(self.key))}
+        # None came where the last to leave has deleted the list, while a watcher looks.
+        return [index for index in range(self.store_group.size) if index not in come] if come else []
+
+    def _give_up(self, missing: Sequence[int], record: FailureRecord) -> None:
+        """Let all that came know why, unless the last rank came at this moment."""
+        store, outcome = self.store_group.store, json.dumps([list(missing), dataclasses.asdict(record)])
+        count(store, protocol.passages(self.key), _GIVEN_UP)  # first: a rank that sees the outcome must see this too
+        if decode_text(store.compare_set(protocol.outcome(self.key), "", outcome)) != outcome:
+            count(store, protocol.passages(self.key), -_GIVEN_UP)
+
+    def _raise_if_given_up(self) -> None:
+        outcome = self.store_group.store.get(protocol.outcome(self.key))
+        if outcome == _OPEN.encode():
+            return
+        missing, record = decode(outcome, tuple[list[int], FailureRecord], f"the outcome of {self.key}")
+        is_late = self.store_group.rank in missing
+        if is_late or record.error_type != BarrierTimeoutError.__name__:
+            raise record.to_error()
+        raise BarrierTimeoutError(printable(record.error_text))
+
+    def _message(self, timeout: float, missing: Sequence[int], locate: Locate | None) -> str:
+        group = self.store_group
+        if not missing:
+            return (
+                f"{self.key} failed: within {timeout:g} s all ranks came, but not all were counted: one was "
+                "interrupted as it came, or another program has written to the job's store."
+            )
+        ranks = [group.ranks[index] for index in missing]
+        found = locate(ranks) if locate is not None else {}
+        named = [
+            f"{group.describe(index)}{f', {found[rank]}' if rank in found else ''}"
+            for index, rank in zip(missing, ranks, strict=True)
+        ]
+        return (
+            f"{self.key} failed: within {timeout:g} s, {len(named)} of {group.size} ranks did not come: "
+            f"{'; '.join(named)}. See what they do instead."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

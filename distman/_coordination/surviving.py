@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from types import TracebackType
 
+from distman._coordination.failure.delivery import ends_block
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.failure.stack import ends_block
 from distman._coordination.wait_scope import failure_behind
 from distman.errors import DistmanError, JobFailed
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from distman._base import timing
 from distman._base.process_state import puts_back
 from distman._coordination import step_times
-from distman._coordination.internal_files import internal_folders, is_of_user
+from distman._coordination.failure.short_traceback import internal_folders, is_of_user
 from distman._coordination.timeouts import is_idle, run_with_timeout
 from distman._torch_internals import abort_backends, blocking_call, close_beside, close_connections
 from distman.errors import DistmanError

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from distman._base.process_state import puts_back
 from distman._coordination.failure import hook
+from distman._coordination.failure.delivery import errors_in
 from distman._coordination.failure.record import LEFT, FailureRecord
-from distman._coordination.failure.stack import errors_in
 from distman._coordination.monitor.deadlocks import reason_of
 from distman._coordination.monitor.watcher import current
 from distman._coordination.tracking import TrackedWait, call_site, current_wait

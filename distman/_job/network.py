@@ -23,7 +23,7 @@ from distman._coordination import protocol
 from distman._coordination.messages import Addresses, Port, decode
 from distman._coordination.timeouts import run_with_timeout
 from distman._job.job import Job
-from distman._job.meeting.sockets import address_towards, addresses_of, means_loopback, own_addresses
+from distman._job.meeting.address import address_towards, addresses_of, means_loopback, own_addresses
 from distman._store.torch_store import TorchStore
 from distman._store.transport import BACKLOG
 from distman.errors import RendezvousError

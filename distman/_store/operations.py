@@ -13,7 +13,7 @@ TYPE_CHECKING = False  # typing takes longer to load than the process that serve
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from distman._store.peer import Peer
+    from distman._store.server import Peer
 
     Fields = Sequence[bytes]
 

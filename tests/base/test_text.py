@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from distman._base.text import Line, printable, printable_lines, shortened
 from distman._coordination import protocol
-from distman._coordination.barrier import wait_for_all
-from distman._coordination.consensus import Consensus
+from distman._coordination.consensus import Consensus, wait_for_all
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import decode
 from distman._coordination.monitor.context import WatchContext, WatchLimits

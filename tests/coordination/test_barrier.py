@@ -10,7 +10,7 @@ import pytest
 
 from distman._base import timing
 from distman._coordination import protocol
-from distman._coordination.barrier import wait_for_all
+from distman._coordination.consensus import wait_for_all
 from distman._coordination.sync import StoreGroup
 from distman.errors import BarrierTimeoutError, JobFailed, RankFailedError
 from tests.store.stores import open_store

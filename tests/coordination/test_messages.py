@@ -11,8 +11,7 @@ from hypothesis import example, given, settings, strategies as st
 
 import distman
 from distman._coordination import messages, protocol
-from distman._coordination.barrier import wait_for_all
-from distman._coordination.consensus import Consensus
+from distman._coordination.consensus import Consensus, wait_for_all
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import (
     MalformedMessageError,

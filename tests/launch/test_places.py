@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distman._job.meeting.address import derive_ports
-from distman._job.meeting.sockets import bind_listener
+from distman._job.meeting.address import bind_listener, derive_ports
 
 from . import preloaded
 from .mpi import without_words_of_prrte

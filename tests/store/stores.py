@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 
-from distman._job.meeting.sockets import bind_listener
+from distman._job.meeting.address import bind_listener
 from distman._store.client import Client
 from distman._store.dialing import Door
 from distman._store.process import listen_on_this_host, start_store

@@ -26,8 +26,8 @@ from distman._store.dialing import ForeignServiceError, dial
 from distman._store.frames import MalformedError
 from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, WATCHER, ClientSide, Hello, door_key
 from distman._store.operations import Operations
-from distman._store.peer import Peer
 from distman._store.process import start_store
+from distman._store.server import Peer
 from distman._store.table import Table
 
 from .stores import JOB, KINDS, PATIENCE, SECRET, door, leave_will, listen, open_store, served_here

@@ -23,11 +23,10 @@ from typing import Any, NoReturn
 
 from distman._base import timing
 from distman._base.process_state import puts_back
-from distman._coordination.failure.delivery import Delivery, Stage
+from distman._coordination.failure.delivery import Delivery, Stage, ends_block, errors_in, is_program_over
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.short_traceback import show
-from distman._coordination.failure.stack import ends_block, errors_in, is_program_over
 from distman._coordination.failure.starter import is_shown_by_starter, write_error_file
 from distman._coordination.timeouts import keep_threads, leave, run_with_timeout
 from distman.errors import JobFailed, _on_acknowledgement

@@ -15,10 +15,15 @@ from typing import Any
 
 from distman._base import timing
 from distman._coordination.failure import hook
-from distman._coordination.failure.delivery import Delivery
+from distman._coordination.failure.delivery import (
+    Delivery,
+    is_at_end_of_block,
+    is_between_programs,
+    is_program_over,
+    may_hold_lock,
+)
 from distman._coordination.failure.pending_work import is_anything_left
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.failure.stack import is_at_end_of_block, is_between_programs, is_program_over, may_hold_lock
 from distman._coordination.timeouts import run_with_timeout
 from distman._coordination.tracking import stacks
 from distman._torch_internals import close_all_connections

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from distman._base.interpreter import is_of_program
-from distman._coordination.internal_files import is_internal, is_of_package, is_of_user
 from distman.environments import read_flag
 from distman.errors import DistmanError, JobFailed, RankFailedError
+
+_PACKAGE = f"{Path(__file__).parents[2]}/"
+_LIBRARY = f"{Path(os.__file__).parent}/"  # Python's own, with what is installed in it
+
+
+def is_internal(file: str) -> bool:
+    """Return whether a file is one of this package or of torch, in which a user does not look for a mistake."""
+    return file.startswith(internal_folders())
+
+
+def is_of_package(file: str) -> bool:
+    """Return whether a file is one of this package."""
+    return file.startswith(_PACKAGE)
+
+
+def is_of_user(file: str) -> bool:
+    """Return whether a file belongs to none of these, nor to Python's own library."""
+    is_of_python = file.startswith(_LIBRARY) and "-packages" not in file
+    return not (is_of_python or is_internal(file))
+
+
+@functools.lru_cache(maxsize=1)
+def internal_folders() -> tuple[str, ...]:
+    """Return the folders of this package and of torch."""
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    return (_PACKAGE, f"{Path(torch).parent}/") if torch else (_PACKAGE,)
+
 
 _DEBUG = "DISTMAN_DEBUG"
 _HINT = f"  (lines of torch and distman are left out; {_DEBUG}=1 shows them)\n"

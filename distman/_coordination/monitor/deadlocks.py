@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from distman._base import timing
 from distman._base.text import Line, printable
 from distman._coordination import protocol, tracking
+from distman._coordination.failure.delivery import error_in_hand
 from distman._coordination.failure.record import FailureRecord, Place
-from distman._coordination.failure.stack import error_in_hand
 from distman._coordination.messages import count, decode, decode_at_once, encode, read_at_once
 from distman._coordination.monitor.refusals import progress
 from distman._coordination.tracking import Call, StoreWait, TrackedWait

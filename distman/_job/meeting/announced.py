@@ -25,10 +25,10 @@ from distman._coordination.messages import (
     decode,
 )
 from distman._job.meeting import mpi
+from distman._job.meeting.address import means_loopback, own_addresses
 from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.places import AtPorts, nothing, url_of
 from distman._job.meeting.secret import Protection, Source
-from distman._job.meeting.sockets import means_loopback, own_addresses
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
 

@@ -26,18 +26,21 @@ from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import Here
 from distman._job.meeting.address import (
+    addresses_of,
+    bind_listener,
+    bracketed,
     derived_ports,
     find_address,
     find_ports,
     given_address,
     is_on_one_host,
+    is_own,
     is_sent_over_mpi,
     job_name,
 )
 from distman._job.meeting.job_store import JobStore, has_left
 from distman._job.meeting.munge import CredentialError
 from distman._job.meeting.secret import NO_PROTECTION, Protection
-from distman._job.meeting.sockets import addresses_of, bind_listener, bracketed, is_own
 from distman._store.client import Client
 from distman._store.dialing import CrowdedError, Door, ForeignServiceError
 from distman._store.handshake import MEMBER, VISITOR

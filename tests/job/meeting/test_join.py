@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from distman._job.meeting import join as module
+from distman._job.meeting.address import bind_listener
 from distman._job.meeting.join import allow_open_files, check_room, join, join_record_of
-from distman._job.meeting.sockets import bind_listener
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError
 

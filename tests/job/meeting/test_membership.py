@@ -17,12 +17,12 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import MalformedMessageError
 from distman._job.meeting import early_failure, membership, places
+from distman._job.meeting.address import bind_listener
 from distman._job.meeting.early_failure import _tell
 from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.membership import establish_membership
 from distman._job.meeting.places import AtPorts, find_meeting
 from distman._job.meeting.secret import Protection, Source
-from distman._job.meeting.sockets import bind_listener
 from distman._store.client import Client
 from distman._store.handshake import VISITOR, WATCHER
 from distman.environments import LaunchEnvironment, detect

@@ -15,9 +15,9 @@ import pytest
 from distman._base import timing
 from distman._coordination import protocol
 from distman._job.meeting import job_store, places
+from distman._job.meeting.address import bind_listener
 from distman._job.meeting.places import AtPorts, OnThisHost
 from distman._job.meeting.secret import Protection, Source
-from distman._job.meeting.sockets import bind_listener
 from distman._store.process import StoreProcess
 from distman.errors import RendezvousError
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from distman._job.meeting.sockets import (
+from distman._job.meeting.address import (
     address_towards,
     addresses_of,
     bind_listener,

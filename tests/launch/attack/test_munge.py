@@ -6,9 +6,9 @@ import subprocess
 import pytest
 
 from distman._job.meeting import munge
+from distman._job.meeting.address import bind_listener
 from distman._job.meeting.places import AtPorts
 from distman._job.meeting.secret import Protection, Source
-from distman._job.meeting.sockets import bind_listener
 from distman._store.client import Client
 from distman._store.dialing import ForeignServiceError
 from distman._store.handshake import VISITOR
