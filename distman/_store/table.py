@@ -132,10 +132,6 @@ class Table:
             self.compare_set(key, b"", value)
         return self.wait([key], None, until, answer)
 
-    def cancel(self, wait: Wait) -> None:
-        """End a wait without an answer."""
-        self._end(wait)
-
     def next_deadline(self) -> float | None:
         """Return the time before which no wait is too long; None if there is no wait."""
         while self._deadlines and self._deadlines[0][2].is_over:
@@ -146,7 +142,7 @@ class Table:
         """Answer the waits whose time is over."""
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             _, _, wait = heappop(self._deadlines)
-            self._end(wait)
+            self.cancel(wait)
             wait.answer(TIMED_OUT, ())
 
     def carry_out(self, will: Will, *, is_unreachable: bool) -> None:
@@ -185,7 +181,8 @@ class Table:
                 self._waits.setdefault(key, set()).add(wait)
         return wait.is_over
 
-    def _end(self, wait: Wait) -> None:
+    def cancel(self, wait: Wait) -> None:
+        """End a wait without an answer."""
         if not wait.is_over:
             wait.is_over = True
             self._num_waits -= 1
