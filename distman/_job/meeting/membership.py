@@ -140,7 +140,7 @@ class _Membership:
         self.arrived: dict[int, JoinRecord] = {}
         self.ranks: set[int] = set()
         self.kinds: set[tuple[Hashable, ...]] = set()
-        self.told: set[str] = set()
+        self.has_event = False
         self.has_heard = False
         self.is_given_up = threading.Event()
         self.is_over = threading.Event()
@@ -226,7 +226,7 @@ class _Membership:
 
     def _next_arrival(self) -> str:
         """Return the key that is written next when there is something new for rank 0."""
-        if protocol.MEMBERSHIP_EVENT not in self.told:
+        if not self.has_event:
             return protocol.MEMBERSHIP_EVENT
         return next(protocol.join_record(place) for place in itertools.count(1) if place not in self.arrived)
 
@@ -270,7 +270,7 @@ class _Membership:
         report: Callable[[], None] = lambda: None,
     ) -> _Verdict | None:
         """Return what ``look`` finds, or None after ``timeout`` seconds without a find."""
-        # It looks again when the next key is set, or after a pause: the key may hold nonsense.
+        # It looks again when the next key is set, or after a pause.
         pause = min(
             max(timing.JOIN_SHORTEST_PAUSE, timing.JOIN_PAUSE_PER_RANK * self.me.world_size), timing.JOIN_LONGEST_PAUSE
         )
@@ -282,17 +282,12 @@ class _Membership:
             if waited > next_report:
                 report()
                 next_report += timing.JOIN_PROGRESS_EVERY
-            self._pause(next_key(), pause)
+            key = next_key()
+            if self.store.has_come([key], pause) and key == protocol.MEMBERSHIP_EVENT:
+                self.has_event = True
             if self.is_given_up.is_set():
                 raise RendezvousError("the rank was interrupted. Start the job again.")
         return found
-
-    def _pause(self, key: str, seconds: float) -> None:
-        """Wait until a key is set, but once: it may hold nonsense; or some seconds."""
-        if key in self.told:
-            time.sleep(seconds)
-        elif self.store.has_come([key], seconds):
-            self.told.add(key)
 
     def _early_failure(self) -> FailureRecord | None:
         """Return what a rank told that failed before it joined."""
