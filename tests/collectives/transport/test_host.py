@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distman import DistributedManager, fft, split_sizes
 from distman._torch_internals import gloo_timeout
 from distman.collectives import (
-    _numbers,
+    _exchange,
     _objects,
     all_gather_v,
     all_to_all_v,
@@ -364,7 +364,7 @@ def test_tensors_are_broadcast_in_parts(monkeypatch, rank, world_size, seed):
     draw = random.Random(seed)  # noqa: S311 - not for secrets
     monkeypatch.setattr(_objects, "_LEAST_IN_PARTS", 2**16)
     monkeypatch.setattr(_segments, "THRESHOLD", 2**14)
-    monkeypatch.setattr(_numbers, "_PART_BYTES", 2**16)
+    monkeypatch.setattr(_exchange, "_PART_BYTES", 2**16)
     sizes = [2**16 - 1, 2**16, 2**17, 2**20 + 1, draw.randrange(2**16, 2**19)]
     src = draw.randrange(world_size)
     data = [
