@@ -81,9 +81,9 @@ class Message:
     stream_bytes: int  # length of the pickle
     shared_bytes: int  # size of the shared memory; 0 if the pickle is here
     stream: bytes  # the pickle, if it is here
-    descriptor: int | None  # the shared memory; it is closed by ``load``
+    descriptor: int | None  # the shared memory; ``contents`` closes it
 
-    def load(self, *, is_private: bool = False) -> Any:
+    def contents(self, *, is_private: bool = False) -> Any:
         """Return the object; what a receiver writes to private memory stays unseen by the other processes."""
         if self.descriptor is None:
             return pickle.loads(self.stream)  # noqa: S301 - written by a process of ours

@@ -210,7 +210,7 @@ class DeviceWorker(WorkerProcess):
             raise self.died()
         self.is_busy = False
         try:
-            value = message.load()
+            value = message.contents()
         except Exception as error:
             raise self._error(
                 f"returned a value that cannot be loaded here: {type(error).__name__}: {error}",

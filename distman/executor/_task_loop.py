@@ -98,7 +98,7 @@ def _perform(message: Message, device: torch.device) -> tuple[Kind, Payload, int
     """Run one task; whatever it does is an answer."""
     stage = "could not load its task: "
     try:
-        task: Task = message.load(is_private=True)
+        task: Task = message.contents(is_private=True)
         stage = _RAISED
         with only_this_process():
             value = _call(task, device)
