@@ -298,6 +298,12 @@ def test_backward_passes_are_an_error_at_once_where_only_some_run():
     with pytest.raises(DistmanError, match=r"must be called where all its ranks run, .* within on_rank\(0\) of"):
         on_rank(0)(gathered.backward)()
     on_rank(0)(lambda: torch.nn.Linear(2, 2)(torch.ones(3, 2)).sum().backward())()  # which needs nobody else
+    model = DistributedManager().wrap_ddp(torch.nn.Linear(2, 2))
+    with pytest.raises(DistmanError, match=r"DistributedDataParallel that .* must be called .* within on_rank\(0\) of"):
+        on_rank(0)(model)(torch.ones(3, 2))
+    on_rank(0)(torch.no_grad()(model))(torch.ones(3, 2))
+    on_rank(0)(lambda: model.module(torch.ones(3, 2)).sum().backward())()
+    model(torch.ones(3, 2)).sum().backward()
     all_are_well()
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distman._base.arguments import check_options
 from distman._coordination import protocol
 from distman._coordination.step_times import time_reductions
-from distman._coordination.tracking import call_site
+from distman._coordination.tracking import call_site, check_all_run_here, restriction
 from distman._coordination.wait_scope import WaitScope
 from distman._job.groups.registry import Groups
 from distman._torch_internals import is_distributed_tensor
@@ -29,7 +29,15 @@ def wrap(module: torch.nn.Module, options: dict[str, Any], device: torch.device)
     """
     wrapped = _made(module, options, device)
     time_reductions(wrapped)
+    wrapped.register_forward_pre_hook(_check_all_run_here)
     return wrapped
+
+
+def _check_all_run_here(wrapped: DistributedDataParallel, _: object) -> None:
+    """Refuse what would wait for other ranks in its backward pass, which no watcher tells from computing."""
+    if restriction() is not None and torch.is_grad_enabled() and wrapped.require_backward_grad_sync:
+        ranks = dist.get_process_group_ranks(wrapped.process_group)
+        check_all_run_here(ranks, "a DistributedDataParallel that computes gradients")
 
 
 def _made(module: torch.nn.Module, options: dict[str, Any], device: torch.device) -> DistributedDataParallel:
