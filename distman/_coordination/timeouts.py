@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
@@ -21,6 +22,10 @@ bound the end of the process."""
 _kept: list[_Thread] = []
 """Threads that are there before something fails: then memory may be out, or a limit of threads be reached. Where the
 interpreter has no memory for a thread that Linux has started, the thread that starts it waits for ever."""
+
+
+_under_way: dict[threading.Event, int] = {}
+"""What says that a piece of work is done, with the process that began it."""
 
 
 class _Thread:
@@ -45,6 +50,7 @@ class _Thread:
         work()
         if self.is_kept:
             _kept.append(self)  # before the waiting thread hears of it, which may want a thread again
+        _under_way.pop(is_done, None)
         is_done.set()
         return self.is_kept
 
@@ -94,17 +100,34 @@ def begin(work: Callable[[], object]) -> Callable[[float | None], bool]:
         return is_in_time
 
     try:
-        _thread().work.put((run, is_done))
+        _hand_over(run, is_done)
     except (RuntimeError, MemoryError):
         run()
         is_done.set()
     return wait
 
 
+def _hand_over(work: Callable[[], None], is_done: threading.Event) -> None:
+    thread = _thread()
+    _under_way[is_done] = os.getpid()
+    thread.work.put((work, is_done))
+
+
+def wait_for_work(seconds: float) -> None:
+    """Wait until all work is done that was begun here and is left alone, some seconds at most.
+
+    Where a thread holds the last reference to a process group as the interpreter ends, torch aborts the process.
+    """
+    until = time.monotonic() + seconds
+    for is_done, pid in [*_under_way.items()]:
+        if pid == os.getpid():
+            is_done.wait(max(until - time.monotonic(), 0))
+
+
 def leave(work: Callable[[], None]) -> None:
     """Do something in another thread, if one can be had, and wait for nothing."""
     with contextlib.suppress(RuntimeError, MemoryError):
-        _thread().work.put((work, threading.Event()))
+        _hand_over(work, threading.Event())
 
 
 def run_with_timeout(work: Callable[[], object], seconds: float) -> bool:

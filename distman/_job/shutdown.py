@@ -22,7 +22,7 @@ from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import late_after
 from distman._coordination.monitor.watcher import State, Watcher
-from distman._coordination.timeouts import begin, run_with_timeout
+from distman._coordination.timeouts import begin, run_with_timeout, wait_for_work
 from distman._job.device import wait_for
 from distman._job.job import Job
 from distman._job.meeting.job_store import JobStore
@@ -163,7 +163,8 @@ def _wait_for_all_at(store: TorchStore, counter: str, number: int, limit: float)
 
 
 def wait_for_gloo() -> None:
-    """Wait until gloo's threads have released the tensors of the last collectives, a second at most."""
+    """Wait until gloo's threads have released the last collectives' tensors, and ours the groups; not for long."""
+    wait_for_work(timing.GLOO)
     # They do so some time after the collective is over, and need the interpreter for it: if it is already shutting
     # down, the process is aborted. A thread that sleeps at two looks in a row, with the interpreter free in between, is
     # done.

@@ -14,6 +14,7 @@ from .conftest import require_namespaces
 
 SEED = 748  # each fault is drawn once
 FOUND = (  # once, by other seeds
+    "launcher=env hosts=1 ranks=3 fault=sys.exit(0)@collective:2 around=finally",
     "launcher=env hosts=1 ranks=3 fault=raise-and-wait@barrier:0 around=thread",
     "launcher=env hosts=1 ranks=3 fault=raise-and-wait@collective:2 around=asyncio",
     "launcher=env hosts=1 ranks=3 fault=sys.exit(3)@on_rank:2 around=bare",
