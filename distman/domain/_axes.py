@@ -170,7 +170,8 @@ def places(start: int, end: int, length: int, boundary: Boundary) -> IntArray:
     if boundary == "circular":
         return found % max(length, 1)
     if boundary == "reflect":
-        return last - np.abs(last - np.abs(found))
+        mirrored: IntArray = last - np.abs(last - np.abs(found))
+        return mirrored
     if boundary == "replicate":
         return found.clip(0, last)
     return np.where((found < 0) | (found > last), -1, found)
