@@ -55,16 +55,6 @@ def entry_point(monkeypatch, tmp_path):
     return install
 
 
-def test_every_launcher_has_a_file_of_its_own():
-    files = [
-        source.name
-        for source in sorted((PACKAGE / "environments").glob("*.py"))
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Launcher"
-    ]
-    assert len(set(files)) == len(files) == len(LAUNCHERS)
-
-
 def named_elsewhere():
     """Return the texts outside of the package of launchers that are the name of one, each with its file.
 
