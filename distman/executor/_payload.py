@@ -114,8 +114,9 @@ def receive(connection: socket.socket, *, waits: bool = True) -> Message | None:
         return None
     if not data:
         return None
-    kind, *counts = _HEADER.unpack_from(data)
-    return Message(Kind(kind), *counts, data[_HEADER.size :], descriptors[0] if descriptors else None)
+    kind, num_buffers, stream_bytes, shared_bytes = _HEADER.unpack_from(data)
+    descriptor = descriptors[0] if descriptors else None
+    return Message(Kind(kind), num_buffers, stream_bytes, shared_bytes, data[_HEADER.size :], descriptor)
 
 
 def pack(value: object) -> Payload:
