@@ -100,10 +100,6 @@ def failure(text):
     return f"{record.to_error()}{dataclasses.replace(record, traceback_text='').to_error()}"
 
 
-def failure_of_another_release(text):
-    return str(FailureRecord.told(json.dumps({"rank": 1, text: text}).encode()).to_error())
-
-
 def barrier_given_up(text):
     first, _ = store_groups(2)
     record = FailureRecord(1, text, 1, "BarrierTimeoutError", text)
@@ -179,7 +175,6 @@ def malformed_message(text):
 
 SHOWS = [
     failure,
-    failure_of_another_release,
     barrier_given_up,
     plans_that_differ,
     calls_that_differ,

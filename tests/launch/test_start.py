@@ -119,7 +119,7 @@ if rank:
 elif when == "is awaited":
     start.join_at = join.join_at = fail
 else:
-    announced._open_anywhere = fail
+    announced.AtPorts.open = fail
 DistributedManager.initialize(rendezvous_timeout=6 if when == "is opening" else 600)
 """
 DIED = r"JobFailed: {who} died"
