@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 
@@ -22,20 +23,101 @@ from distman.fft._arguments import (
 from distman.fft._blocks import DUAL, Kind, LocalTransform
 from distman.fft._plan import LinePlan
 from distman.fft._resharding import execute
-from distman.fft._signature import transform
-
-_KINDS: dict[str, Kind] = {  # by which of torch's they are computed
-    **{"fft": "fft", "ifft": "ifft", "rfft": "rfft", "irfft": "irfft"},
-    **{"hfft": "irfft", "ihfft": "rfft"},
-}
+from distman.fft._signature import Layout, transform
 
 
-def _of_one_dim(
+@transform
+def fft(
+    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
+) -> torch.Tensor:
+    """Transform one dim of a sharded tensor, as :func:`torch.fft.fft` does a full one.
+
+    Example on two ranks:
+        >>> signal = torch.cos(2 * torch.pi * torch.arange(6) / 6)
+        >>> spectrum = fft(signal.chunk(2)[rank])
+        >>> all_gather_v(spectrum).abs().round()
+        tensor([0., 3., 0., 0., 0., 3.])
+    """
+    return _transform("fft", "fft", tensor, n, dim, norm, **layout)
+
+
+@transform
+def ifft(
+    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
+) -> torch.Tensor:
+    """Undo :func:`fft`, as :func:`torch.fft.ifft` does.
+
+    Example on two ranks:
+        >>> part = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[rank]
+        >>> torch.allclose(ifft(fft(part)).real, part, atol=1e-6)
+        True
+    """
+    return _transform("ifft", "ifft", tensor, n, dim, norm, **layout)
+
+
+@transform
+def rfft(
+    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
+) -> torch.Tensor:
+    """Transform real data along one dim to half of their spectrum, as :func:`torch.fft.rfft` does.
+
+    Example on two ranks:
+        >>> signal = torch.cos(2 * torch.pi * torch.arange(6) / 6)
+        >>> all_gather_v(rfft(signal.chunk(2)[rank])).abs().round()
+        tensor([0., 3., 0., 0.])
+    """
+    return _transform("rfft", "rfft", tensor, n, dim, norm, **layout)
+
+
+@transform
+def irfft(
+    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
+) -> torch.Tensor:
+    """Transform half of a spectrum along one dim to real data, as :func:`torch.fft.irfft` does: undoes :func:`rfft`.
+
+    Example on two ranks:
+        >>> part = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[rank]
+        >>> torch.allclose(irfft(rfft(part)), part, atol=1e-6)
+        True
+    """
+    return _transform("irfft", "irfft", tensor, n, dim, norm, **layout)
+
+
+@transform
+def hfft(
+    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
+) -> torch.Tensor:
+    """Transform half of a Hermitian signal along one dim to its real spectrum, as :func:`torch.fft.hfft` does.
+
+    Example on two ranks:
+        >>> half = torch.tensor([[1.0, 1.0], [0.0, 0.0]])[rank]  # of the signal 1, 1, 0, 0, 0, 1
+        >>> all_gather_v(hfft(half)).round()
+        tensor([ 3.,  2.,  0., -1.,  0.,  2.])
+    """
+    return _transform("irfft", "hfft", tensor, n, dim, norm, **layout)
+
+
+@transform
+def ihfft(
+    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
+) -> torch.Tensor:
+    """Undo :func:`hfft`: transform a real spectrum along one dim to half of its signal, as :func:`torch.fft.ihfft`.
+
+    Example on two ranks:
+        >>> spectrum = torch.tensor([3.0, 2.0, 0.0, -1.0, 0.0, 2.0]).chunk(2)[rank]
+        >>> all_gather_v(ihfft(spectrum)).real.round()
+        tensor([1., 1., 0., 0.])
+    """
+    return _transform("rfft", "ihfft", tensor, n, dim, norm, **layout)
+
+
+def _transform(
+    kind: Kind,
     name: str,
     tensor: torch.Tensor,
-    n: int | None = None,
-    dim: int = -1,
-    norm: str | None = None,
+    n: int | None,
+    dim: int,
+    norm: str | None,
     *,
     shard_dim: int | None = None,
     out_dim: int | None = None,
@@ -43,7 +125,6 @@ def _of_one_dim(
     out_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    kind = _KINDS[name]
     members = resolve_group(group)
     stays = shard_dim is not None and (out_dim is None or is_same_dim(tensor, shard_dim, out_dim))
     is_local = stays and out_sizes is None and not is_same_dim(tensor, shard_dim, dim)
@@ -123,66 +204,3 @@ def _recut(tensor: torch.Tensor, dim: int, sizes: list[int], out_sizes: list[int
     )
     result: torch.Tensor = AllToAll.apply(tensor, dim, outgoing, dim, incoming, group)
     return result
-
-
-fft = transform(
-    _of_one_dim,
-    "fft",
-    "Transform one dim of a sharded tensor, as :func:`torch.fft.fft` does a full one.",
-    """
-    >>> signal = torch.cos(2 * torch.pi * torch.arange(6) / 6)
-    >>> spectrum = fft(signal.chunk(2)[rank])
-    >>> all_gather_v(spectrum).abs().round()
-    tensor([0., 3., 0., 0., 0., 3.])
-    """,
-)
-ifft = transform(
-    _of_one_dim,
-    "ifft",
-    "Undo :func:`fft`, as :func:`torch.fft.ifft` does.",
-    """
-    >>> part = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[rank]
-    >>> torch.allclose(ifft(fft(part)).real, part, atol=1e-6)
-    True
-    """,
-)
-rfft = transform(
-    _of_one_dim,
-    "rfft",
-    "Transform real data along one dim to half of their spectrum, as :func:`torch.fft.rfft` does.",
-    """
-    >>> signal = torch.cos(2 * torch.pi * torch.arange(6) / 6)
-    >>> all_gather_v(rfft(signal.chunk(2)[rank])).abs().round()
-    tensor([0., 3., 0., 0.])
-    """,
-)
-irfft = transform(
-    _of_one_dim,
-    "irfft",
-    "Transform half of a spectrum along one dim to real data, as :func:`torch.fft.irfft` does: undoes :func:`rfft`.",
-    """
-    >>> part = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[rank]
-    >>> torch.allclose(irfft(rfft(part)), part, atol=1e-6)
-    True
-    """,
-)
-hfft = transform(
-    _of_one_dim,
-    "hfft",
-    "Transform half of a Hermitian signal along one dim to its real spectrum, as :func:`torch.fft.hfft` does.",
-    """
-    >>> half = torch.tensor([[1.0, 1.0], [0.0, 0.0]])[rank]  # of the signal 1, 1, 0, 0, 0, 1
-    >>> all_gather_v(hfft(half)).round()
-    tensor([ 3.,  2.,  0., -1.,  0.,  2.])
-    """,
-)
-ihfft = transform(
-    _of_one_dim,
-    "ihfft",
-    "Undo :func:`hfft`: transform a real spectrum along one dim to half of its signal, as :func:`torch.fft.ihfft`.",
-    """
-    >>> spectrum = torch.tensor([3.0, 2.0, 0.0, -1.0, 0.0, 2.0]).chunk(2)[rank]
-    >>> all_gather_v(ihfft(spectrum)).real.round()
-    tensor([1., 1., 0., 0.])
-    """,
-)

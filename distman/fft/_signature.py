@@ -1,16 +1,33 @@
-"""What all transforms have in common: they are collectives, whose docstrings say the same but a first sentence."""
+"""What all transforms have in common: their last arguments, and what their docstrings say besides a first sentence."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+import typing
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypedDict, TypeVar
 
 from distman._coordination.wait_scope import collective
+from distman.collectives import GroupLike
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Lengths = Sequence[int | None] | None
+Dims = Sequence[int] | None
+
+
+class Layout(TypedDict, total=False):
+    """The arguments by keyword that all transforms have, with the default None; users see them one by one."""
+
+    shard_dim: int | None
+    out_dim: int | None
+    sizes: Sequence[int] | None
+    out_sizes: Sequence[int] | None
+    group: GroupLike
+
+
+_LAYOUT = typing.get_type_hints(Layout)
 _TAKES_AND_RETURNS = {
     "fft": ("real or complex", "the spectrum, complex"),
     "ifft": ("real or complex", "the signal, complex"),
@@ -37,7 +54,7 @@ _SEVERAL_DIMS = {
 _FORWARD = {"shard_dim": "the first one", "out_dim": "the last one that is not ``shard_dim``"}
 _INVERSE = {"shard_dim": "the last one", "out_dim": "the first one that is not ``shard_dim``"}
 _TO_REAL = ", and makes\n        ``2 * (m - 1)`` of m points in all along the last dim: pass an odd length"
-_TEXT = """{summary}
+_TEXT = """
 
 Collective. Blocking. Differentiable, twice too; a backward pass does as much work.
 
@@ -66,22 +83,36 @@ Raises:
     PlanMismatchError: On every rank that waits: another one was given what messages cannot carry. In debug mode on
         all: the ranks call differently.
 
-Example on two ranks:{example}"""
+Example on two ranks:
+"""
 
 
-def transform(run: Callable[Concatenate[str, P], R], name: str, summary: str, example: str) -> Callable[P, R]:
-    """Return the collective of a name: what runs it, with a docstring."""
+def transform(func: Callable[P, R]) -> Callable[P, R]:
+    """Make a function a collective, and complete its signature and docstring by what its name says."""
+    name = func.__name__
     kind = name.rstrip("2n")
     texts = _ONE_DIM if kind == name else _SEVERAL_DIMS | (_INVERSE if kind.startswith("i") else _FORWARD)
     takes, returns = _TAKES_AND_RETURNS[kind]
     to_real = _TO_REAL if kind in ("irfft", "hfft") else ""
+    text = _TEXT.format(takes=takes, returns=returns, to_real=to_real, **texts)
+    func.__doc__ = inspect.cleandoc(func.__doc__ or "").replace("\n\nExample on two ranks:\n", text)
 
+    hints = typing.get_type_hints(func)
+    del hints["layout"]
+    signature = inspect.signature(func)
+    parameters = [one.replace(annotation=hints[one.name]) for one in list(signature.parameters.values())[:-1]]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in _LAYOUT.items()
+    ]
+    func.__annotations__ = hints | _LAYOUT
+    func.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # inspect's
+    known = {one.name for one in parameters}
+
+    @functools.wraps(func)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return run(name, *args, **kwargs)
+        for name in kwargs.keys() - known:
+            raise TypeError(f"{func.__name__}() got an unexpected keyword argument {name!r}")
+        return func(*args, **kwargs)
 
-    call.__module__, call.__name__, call.__qualname__ = run.__module__, name, name
-    call.__signature__ = inspect.signature(functools.partial(run, name), eval_str=True)  # type: ignore[attr-defined]
-    call.__doc__ = _TEXT.format(
-        summary=summary, takes=takes, returns=returns, to_real=to_real, example=example.rstrip(), **texts
-    )
     return collective(call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 
@@ -22,168 +22,125 @@ from distman.fft._arguments import (
 from distman.fft._blocks import Kind
 from distman.fft._plan import Plan
 from distman.fft._resharding import execute
-from distman.fft._signature import transform
+from distman.fft._signature import Dims, Layout, Lengths, transform
 
-Lengths = Sequence[int | None] | None
-Dims = Sequence[int] | None
 _SPATIAL = "spatial_parallel"
-_KINDS: dict[str, Kind] = {"fft": "fft", "ifft": "ifft", "rfft": "rfft", "irfft": "irfft"}
 
 
-def _of_several_dims(
-    name: str,
-    tensor: torch.Tensor,
-    s: Lengths = None,
-    dim: Dims = None,
-    norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+@transform
+def fftn(
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = None, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
-    kind = _KINDS[name[:-1]]
-    members = resolve_group(group)
-    tensor = admitted(name, tensor, members, has_header=sizes is None)
-    tensor = computable(name, kind, tensor)
-    wanted = None if s is None else as_lengths(s)
-    dims = check_dims(dim, wanted, tensor.ndim)
-    there = dims if kind in ("fft", "rfft") else dims[::-1]
-    shard = there[0] if shard_dim is None else check_among("shard_dim", shard_dim, dims, tensor.ndim)
-    away = next(one for one in there[::-1] if one != shard)
-    out = away if out_dim is None else check_among("out_dim", out_dim, dims, tensor.ndim)
-    norm = check_norm(norm)
-    tensor = check_call(
-        name,
-        tensor,
-        members,
-        free_dim=shard,
-        unites_grad=sizes is None,
-        dims=dims,
-        s=wanted,
-        norm=norm,
-        shard_dim=shard,
-        out_dim=out,
-        sizes=sizes,
-        out_sizes=out_sizes,
-    )
-    tensor, shards, shard = shard_sizes(name, tensor, sizes, shard, members)
-    full = {one: tensor.shape[one] for one in dims} | {shard: sum(shards)}
-    lengths = signal_lengths(kind, name, full, wanted)
-    half = lengths | {dims[-1]: lengths[dims[-1]] // 2 + 1}
-    taken, given = half if kind == "irfft" else lengths, half if kind == "rfft" else lengths
-    results = check_out_sizes(out_sizes, out, given[out], members)
-    if members.size == 1 and tensor.numel():  # torch fails on a batch of nothing
-        whole: torch.Tensor = getattr(torch.fft, name)(tensor, list(lengths.values()), dims, norm)
-        return whole
-    tensor, shards = cut_shards(tensor, shard, shards, taken[shard], members.rank)
-    for one in dims:
-        if one != shard:
-            tensor = fit(tensor, one, taken[one])
-    return execute(tensor, Plan(kind, dims, lengths, shard, tuple(shards), out, tuple(results), norm, members))
+    """Transform a tensor that is sharded along one of the transformed dims, as :func:`torch.fft.fftn` does a full one.
+
+    Example on two ranks:
+        >>> rows = torch.ones(2, 6)  # of a field of four rows
+        >>> columns = fftn(rows)
+        >>> tuple(columns.shape)
+        (4, 3)
+        >>> tuple(fftn(rows, out_dim=0).shape)
+        (2, 6)
+    """
+    return _transform("fft", "fftn", tensor, s, dim, norm, **layout)
 
 
-def _of_two_dims(
-    name: str,
-    tensor: torch.Tensor,
-    s: Lengths = None,
-    dim: Dims = (-2, -1),
-    norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+@transform
+def ifftn(
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = None, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
-    layout: dict[str, Any] = {"shard_dim": shard_dim, "out_dim": out_dim, "sizes": sizes, "out_sizes": out_sizes}
-    return _of_several_dims(name, tensor, s, dim, norm, group=group, **layout)
+    """Undo :func:`fftn`, as :func:`torch.fft.ifftn` does.
+
+    Example on two ranks:
+        >>> rows = torch.arange(12.0).reshape(2, 6) + 12 * rank  # of a field of four rows
+        >>> torch.allclose(ifftn(fftn(rows)).real, rows, atol=1e-5)
+        True
+    """
+    return _transform("ifft", "ifftn", tensor, s, dim, norm, **layout)
 
 
-fftn = transform(
-    _of_several_dims,
-    "fftn",
-    "Transform a tensor that is sharded along one of the transformed dims, as :func:`torch.fft.fftn` does a full one.",
+@transform
+def rfftn(
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = None, norm: str | None = None, **layout: Unpack[Layout]
+) -> torch.Tensor:
+    """Transform real data to half of its spectrum, as :func:`torch.fft.rfftn` does: the last of the dims is halved.
+
+    Example on two ranks:
+        >>> rows = torch.ones(2, 6)  # of a field of four rows
+        >>> tuple(rfftn(rows).shape)  # half of the spectrum is four columns wide
+        (4, 2)
     """
-    >>> rows = torch.ones(2, 6)  # of a field of four rows
-    >>> columns = fftn(rows)
-    >>> tuple(columns.shape)
-    (4, 3)
-    >>> tuple(fftn(rows, out_dim=0).shape)
-    (2, 6)
-    """,
-)
-ifftn = transform(
-    _of_several_dims,
-    "ifftn",
-    "Undo :func:`fftn`, as :func:`torch.fft.ifftn` does.",
+    return _transform("rfft", "rfftn", tensor, s, dim, norm, **layout)
+
+
+@transform
+def irfftn(
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = None, norm: str | None = None, **layout: Unpack[Layout]
+) -> torch.Tensor:
+    """Transform half of a spectrum to real data, as :func:`torch.fft.irfftn` does: the inverse of :func:`rfftn`.
+
+    Example on two ranks:
+        >>> rows = torch.rand(2, 5)  # of a field of four rows and five columns
+        >>> torch.allclose(irfftn(rfftn(rows), s=(4, 5)), rows, atol=1e-6)
+        True
     """
-    >>> rows = torch.arange(12.0).reshape(2, 6) + 12 * rank  # of a field of four rows
-    >>> torch.allclose(ifftn(fftn(rows)).real, rows, atol=1e-5)
-    True
-    """,
-)
-rfftn = transform(
-    _of_several_dims,
-    "rfftn",
-    "Transform real data to half of its spectrum, as :func:`torch.fft.rfftn` does: the last of the dims is halved.",
+    return _transform("irfft", "irfftn", tensor, s, dim, norm, **layout)
+
+
+@transform
+def fft2(
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: str | None = None, **layout: Unpack[Layout]
+) -> torch.Tensor:
+    """Transform two dims: :func:`fftn` with another default of ``dim``.
+
+    Example on two ranks:
+        >>> halves = torch.ones(8, 2, 6)  # of eight images of 4 x 6
+        >>> tuple(fft2(halves).shape)
+        (8, 4, 3)
     """
-    >>> rows = torch.ones(2, 6)  # of a field of four rows
-    >>> tuple(rfftn(rows).shape)  # half of the spectrum is four columns wide
-    (4, 2)
-    """,
-)
-irfftn = transform(
-    _of_several_dims,
-    "irfftn",
-    "Transform half of a spectrum to real data, as :func:`torch.fft.irfftn` does: the inverse of :func:`rfftn`.",
+    return _transform("fft", "fft2", tensor, s, dim, norm, **layout)
+
+
+@transform
+def ifft2(
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: str | None = None, **layout: Unpack[Layout]
+) -> torch.Tensor:
+    """Undo :func:`fft2`: :func:`ifftn` with another default of ``dim``.
+
+    Example on two ranks:
+        >>> halves = torch.rand(8, 2, 6)  # of eight images of 4 x 6
+        >>> torch.allclose(ifft2(fft2(halves)).real, halves, atol=1e-6)
+        True
     """
-    >>> rows = torch.rand(2, 5)  # of a field of four rows and five columns
-    >>> torch.allclose(irfftn(rfftn(rows), s=(4, 5)), rows, atol=1e-6)
-    True
-    """,
-)
-fft2 = transform(
-    _of_two_dims,
-    "fft2",
-    "Transform two dims: :func:`fftn` with another default of ``dim``.",
+    return _transform("ifft", "ifft2", tensor, s, dim, norm, **layout)
+
+
+@transform
+def rfft2(
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: str | None = None, **layout: Unpack[Layout]
+) -> torch.Tensor:
+    """Transform two dims of real data to half of their spectrum: :func:`rfftn` with another default of ``dim``.
+
+    Example on two ranks:
+        >>> halves = torch.ones(8, 2, 6)  # of eight images of 4 x 6
+        >>> tuple(rfft2(halves).shape)
+        (8, 4, 2)
     """
-    >>> halves = torch.ones(8, 2, 6)  # of eight images of 4 x 6
-    >>> tuple(fft2(halves).shape)
-    (8, 4, 3)
-    """,
-)
-ifft2 = transform(
-    _of_two_dims,
-    "ifft2",
-    "Undo :func:`fft2`: :func:`ifftn` with another default of ``dim``.",
+    return _transform("rfft", "rfft2", tensor, s, dim, norm, **layout)
+
+
+@transform
+def irfft2(
+    tensor: torch.Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: str | None = None, **layout: Unpack[Layout]
+) -> torch.Tensor:
+    """Undo :func:`rfft2`: :func:`irfftn` with another default of ``dim``.
+
+    Example on two ranks:
+        >>> halves = torch.rand(8, 2, 6)  # of eight images of 4 x 6
+        >>> torch.allclose(irfft2(rfft2(halves)), halves, atol=1e-6)
+        True
     """
-    >>> halves = torch.rand(8, 2, 6)  # of eight images of 4 x 6
-    >>> torch.allclose(ifft2(fft2(halves)).real, halves, atol=1e-6)
-    True
-    """,
-)
-rfft2 = transform(
-    _of_two_dims,
-    "rfft2",
-    "Transform two dims of real data to half of their spectrum: :func:`rfftn` with another default of ``dim``.",
-    """
-    >>> halves = torch.ones(8, 2, 6)  # of eight images of 4 x 6
-    >>> tuple(rfft2(halves).shape)
-    (8, 4, 2)
-    """,
-)
-irfft2 = transform(
-    _of_two_dims,
-    "irfft2",
-    "Undo :func:`rfft2`: :func:`irfftn` with another default of ``dim``.",
-    """
-    >>> halves = torch.rand(8, 2, 6)  # of eight images of 4 x 6
-    >>> torch.allclose(irfft2(rfft2(halves)), halves, atol=1e-6)
-    True
-    """,
-)
+    return _transform("irfft", "irfft2", tensor, s, dim, norm, **layout)
+
 
 # The layout of model-parallel networks.
 
@@ -272,3 +229,57 @@ class DistributedIRFFT2:
             (8, 4, 3)
         """
         return irfft2(x, s, dim, norm, shard_dim=dim[0], out_dim=dim[-1], group=_SPATIAL)
+
+
+def _transform(
+    kind: Kind,
+    name: str,
+    tensor: torch.Tensor,
+    s: Sequence[int | None] | None,
+    dim: Sequence[int] | None,
+    norm: str | None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    members = resolve_group(group)
+    tensor = admitted(name, tensor, members, has_header=sizes is None)
+    tensor = computable(name, kind, tensor)
+    wanted = None if s is None else as_lengths(s)
+    dims = check_dims(dim, wanted, tensor.ndim)
+    there = dims if kind in ("fft", "rfft") else dims[::-1]
+    shard = there[0] if shard_dim is None else check_among("shard_dim", shard_dim, dims, tensor.ndim)
+    away = next(one for one in there[::-1] if one != shard)
+    out = away if out_dim is None else check_among("out_dim", out_dim, dims, tensor.ndim)
+    norm = check_norm(norm)
+    tensor = check_call(
+        name,
+        tensor,
+        members,
+        free_dim=shard,
+        unites_grad=sizes is None,
+        dims=dims,
+        s=wanted,
+        norm=norm,
+        shard_dim=shard,
+        out_dim=out,
+        sizes=sizes,
+        out_sizes=out_sizes,
+    )
+    tensor, shards, shard = shard_sizes(name, tensor, sizes, shard, members)
+    full = {one: tensor.shape[one] for one in dims} | {shard: sum(shards)}
+    lengths = signal_lengths(kind, name, full, wanted)
+    half = lengths | {dims[-1]: lengths[dims[-1]] // 2 + 1}
+    taken, given = half if kind == "irfft" else lengths, half if kind == "rfft" else lengths
+    results = check_out_sizes(out_sizes, out, given[out], members)
+    if members.size == 1 and tensor.numel():  # torch fails on a batch of nothing
+        whole: torch.Tensor = getattr(torch.fft, name)(tensor, list(lengths.values()), dims, norm)
+        return whole
+    tensor, shards = cut_shards(tensor, shard, shards, taken[shard], members.rank)
+    for one in dims:
+        if one != shard:
+            tensor = fit(tensor, one, taken[one])
+    return execute(tensor, Plan(kind, dims, lengths, shard, tuple(shards), out, tuple(results), norm, members))
