@@ -25,7 +25,7 @@ from distman._coordination.monitor.hang import Answer
 from distman._coordination.preemption import StopAgreement
 from distman._coordination.sections import ExclusiveSections
 from distman._job.meeting.membership import _Verdict
-from distman._job.meeting.peers import JoinRecord, complete
+from distman._job.meeting.peers import JoinRecord
 from distman._job.network import read_address
 from distman.errors import DistmanError
 
@@ -134,8 +134,6 @@ def test_a_huge_message_is_not_read(monkeypatch):
 def test_what_is_shown_on_a_line_is_printable():
     record = dataclasses.asdict(join_record(0, host="n1\x1b]0;x\x07\n[rank 1/2] \u202e"))
     assert decode(json.dumps(record), JoinRecord, "it").host == r"n1\x1b]0;x\x07\n[rank 1/2] \u202e"
-    rows = complete([join_record(0, 1, host="n\r1")])
-    assert str(rows[0]) == r"rank 0 (n\r1, pid 100)"
 
 
 @given(GARBAGE)

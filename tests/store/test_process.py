@@ -151,7 +151,7 @@ def test_it_loads_neither_torch_nor_what_takes_long():
     command = [sys.executable, *process._options(), "-c", program, str(Path(process.__file__).parent.parent)]
     names = json.loads(subprocess.run(command, capture_output=True, check=True, text=True, timeout=60).stdout)
     own = {name for name in names if name.startswith("distman")}
-    parts = {"frames", "handshake", "operations", "peer", "server", "table", "transport"}
+    parts = {"frames", "handshake", "operations", "server", "table", "transport"}
     table = {"distman._base", "distman._base.timing"}
     assert own == {"distman", "distman._store", *(f"distman._store.{part}" for part in parts)} | table
     assert {"torch", "typing", "os", "socket", "json", "re", "enum", "contextlib", "hashlib"}.isdisjoint(names)

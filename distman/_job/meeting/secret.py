@@ -70,7 +70,6 @@ class Protection:
     source: Source
     key: bytes | None = dataclasses.field(default=None, repr=False)  # the secret, where every rank has it beforehand
     socket: str = ""  # that of the munge daemon, if it is asked
-    lack: str = ""  # why there is no source, in words
     agents: Agents | None = None  # of the launcher, which start programs as the user; None where it has none
 
     @property
@@ -87,8 +86,9 @@ class Protection:
     def warnings(self) -> tuple[str, ...]:
         """What rank 0 has to say where strangers can run code as the user: in the job, or in the launcher's agents."""
         open_job = (
-            f"Nothing keeps other users out of this job: {self.lack}. Every user and host that reaches its hosts can "
-            f"join it, and run code as you. In the job script, write {_DRAW}, or see the page on the secret of a job."
+            "Nothing keeps other users out of this job: it may run on several hosts, which share no secret. Every user "
+            "and host that reaches its hosts can join it, and run code as you. In the job script, write "
+            f"{_DRAW}, or see the page on the secret of a job."
         )
         said = {open_job: self.source is Source.NONE, OPEN_AGENTS: self.agents is Agents.NOT_STATIC}
         return tuple(sentence for sentence, is_true in said.items() if is_true)
@@ -185,7 +185,7 @@ def _checked_if_required(found: Protection, environ: Mapping[str, str]) -> Prote
     if found.source is Source.NONE:
         raise RendezvousError(
             f"{_VARIABLE} must be a secret in this job, got {_REQUIRED!r} from the environment, and nothing protects "
-            f"the job without one: {found.lack}. In the job script, write {_DRAW}."
+            f"the job without one: it may run on several hosts. In the job script, write {_DRAW}."
         )
     if found.agents is Agents.NOT_STATIC:
         raise RendezvousError(f"{_VARIABLE} must not be {_REQUIRED!r} in a job with open agents. {OPEN_AGENTS}")
@@ -218,7 +218,7 @@ def _without_variables(environment: LaunchEnvironment, environ: Mapping[str, str
     socket = munge.find_socket(environ) if LAUNCHERS[environment.launcher].uses_munge else None
     if socket is not None:
         return Protection(Source.MUNGE, socket=socket)
-    return Protection(Source.NONE, lack="it may run on several hosts, which share no secret")
+    return NO_PROTECTION
 
 
 def _payload_of(job_id: str) -> bytes:
