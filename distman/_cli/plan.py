@@ -34,7 +34,7 @@ _MAX_WORLD_SIZE = 10_000_000  # more ranks than any machine has; their groups st
 # Ranks and columns up to which a grid of all ranks is drawn: it has to fit on a screen of 80 columns.
 _MAX_GRID_RANKS = 64
 _MAX_GRID_COLUMNS = 16
-_shorten = functools.partial(shorten_ranks, most=4)  # runs of ranks: a line of a terminal holds no more
+_SHOWN_RUNS = 4  # runs of ranks in a line; a line of a terminal holds no more
 
 
 class _UsageError(ValueError):
@@ -272,6 +272,10 @@ def _lay_out_mesh(axes: dict[str, int], world_size: int, ranks_per_node: int | N
     for name, length in zip(names, resolve_mesh_shape(shape, names, world_size), strict=True):
         config.add_node(ProcessGroupNode(name, length), "world")
     return _Layout(world_size, config, plan, ranks_per_node)
+
+
+def _shorten(ranks: Sequence[int]) -> str:
+    return shorten_ranks(ranks, most=_SHOWN_RUNS)
 
 
 def _where(spread: _Spread, group_size: int) -> str:

@@ -32,9 +32,8 @@ CHANGES = (
     "set_local_events(",
     "setrlimit(",
     "sys.excepthook = ",
-    "threading.Thread.start = ",
-    "torch.library.Library",
     "os.environ[_VARIABLE] = ",
+    "os.environ[name] = ",
     "threading.excepthook = ",
 )
 
