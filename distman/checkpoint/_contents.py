@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import zlib
@@ -118,10 +119,11 @@ def read_contents(folder: Location) -> Metadata:
         with path.storage.open(path.place) as file:
             text, _, found = file.read().partition(b"\n")
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(
-            f"no sharded checkpoint at {folder}: it has no file {CONTENTS}. Correct the path; on several hosts, save "
-            "where all of them can read."
-        ) from error
+        remedy = "Correct the path; on several hosts, save where all of them can read."
+        with contextlib.suppress(OSError):
+            folder.storage.open((folder / ".metadata").place).close()
+            remedy = "torch wrote this folder: load it by torch.distributed.checkpoint.load, and save it anew."
+        raise FileNotFoundError(f"no sharded checkpoint at {folder}: it has no file {CONTENTS}. {remedy}") from error
     try:
         if found != checksum(text):
             raise ValueError("its checksum differs")

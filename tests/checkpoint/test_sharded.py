@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -151,6 +152,13 @@ def test_an_error_at_loading_on_one_rank_is_an_error_on_all(tmp_path, rank):
     with pytest.raises(CheckpointError, match="is damaged or does not fit the state"):
         load_sharded({"weight": torch.zeros(2, 3)}, folder)
     all_are_well()
+
+
+@ranks(2)
+def test_a_folder_that_torch_has_written_is_for_torch(tmp_path):
+    checkpoint.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path / "of_torch")
+    with pytest.raises(FileNotFoundError, match="torch wrote this folder: load it by torch"):
+        load_sharded({"model": {"weight": torch.zeros(2)}}, tmp_path / "of_torch")
 
 
 @ranks(2)
