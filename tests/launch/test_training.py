@@ -27,7 +27,7 @@ def result_of(folder):
     """Return history, weights and optimizer as saved last."""
     state = torch.load(folder / "latest.pt", weights_only=True)
     records = [{name: value for name, value in one.items() if name != "seconds"} for one in state["history"]["records"]]
-    return records, state["model"]["module"], state["training"]["optimization"]["optimizer"]["state"]
+    return records, state["model"]["module"], state["training"]["optimization"]["optimizers"]["optimizer"]["state"]
 
 
 def assert_equal(one, other):

@@ -15,7 +15,6 @@ from distman._base import timing
 from distman._base.private_files import create_anew, open_itself, write_new
 from distman._cli.check import shared_folder
 from distman._cli.launch import command
-from distman._cli.run import command as run
 from distman._coordination.monitor.hang import Answer, write_report
 from distman._job.meeting.secret import find_protection
 from distman.environments import LaunchEnvironment
@@ -110,7 +109,6 @@ WRITERS = {
     "any file": lambda path, _: write_new(path, "text"),
     "opened itself": lambda path, _: open_itself(path, 0),
     "a file in the place of another": lambda path, _: write(create_anew(path)),
-    "reports": lambda path, _: run._write(path, "text"),
     "job scripts": write_script,
     "the check of a shared folder": check_folder,
     "secrets": read_secret,
@@ -126,8 +124,7 @@ def test_nobody_goes_through_a_link(what, shared, kept, monkeypatch):
         assert Path(path).is_symlink()
 
 
-@pytest.mark.parametrize("what", ["a file in the place of another", "reports"])
-def test_who_has_made_a_file_there_and_holds_it_reads_nothing(what, shared):
+def test_who_has_made_a_file_there_and_holds_it_reads_nothing(shared):
     require_namespaces()
     names = [f"name {number}" for number in range(200)]
     end, other_end = os.pipe()
@@ -137,7 +134,7 @@ def test_who_has_made_a_file_there_and_holds_it_reads_nothing(what, shared):
         other.stdin.close()
         assert other.stdout.readline() == "made\n"
         for name in names:
-            WRITERS[what](shared / name, 0)
+            write(create_anew(shared / name))
         os.write(other_end, b".")
         assert other.wait(LIMIT) == 0
     for descriptor in (end, other_end):
