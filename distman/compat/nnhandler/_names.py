@@ -16,7 +16,7 @@ _NAMES_BY_REMEDY = {
     "you keep.": "BasePredictionVisualizer ImagePredictionVisualizer",
     "Write distman.data.Hdf5Dataset(path, [x_key, y_key]); set_train_loader() keeps each rank's shard in memory with "
     "dataloader_type=DataLoaderType.RANK_CACHED.": "H5LazyDataset RankMemCachedH5Dataset",
-    "Write distman.data.distributed_loader(dataset, evaluation=..., **options), or rank_cached_loader(), which keeps "
+    "Write distman.data.distributed_loader(dataset, evaluation=...), or rank_cached_loader(), which keeps "
     "the shard in memory: they have the set_epoch() of a sampler.": """
         _create_distributed_loader _create_rank_cached_dataloader""",
     "Leave it out: each worker of a loader opens the file of a distman.data.Hdf5Dataset itself.": "h5_worker_init_fn",
