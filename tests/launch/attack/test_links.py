@@ -132,11 +132,12 @@ def test_who_has_made_a_file_there_and_holds_it_reads_nothing(shared):
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[end]) as other:
         other.stdin.write("\n".join([str(shared), *names]))
         other.stdin.close()
-        assert other.stdout.readline() == "made\n"
-        for name in names:
-            write(create_anew(shared / name))
-        os.write(other_end, b".")
+        try:
+            assert other.stdout.readline() == "made\n"
+            for name in names:
+                write(create_anew(shared / name))
+        finally:
+            os.close(other_end)  # which lets the other process look into its files, and end
         assert other.wait(LIMIT) == 0
-    for descriptor in (end, other_end):
-        os.close(descriptor)
+    os.close(end)
     assert {(path.stat().st_uid, path.stat().st_mode & 0o077) for path in shared.iterdir()} == {(os.geteuid(), 0)}
