@@ -3,12 +3,11 @@
 The first tests show what the pages warn of, which torch may mend one day.
 """
 
+import dataclasses
 import os
 from contextlib import ExitStack
 
 import pytest
-
-from distman._job.meeting import secret
 
 from ..preloaded import PYTHON, server_variables
 from ..processes import poll
@@ -61,18 +60,19 @@ def test_agents_run_the_code_of_strangers(namespace_hosts, scene, free_port, arg
         assert marker.stat().st_uid == os.geteuid()
 
 
-def start_static(stack, hosts, port, node, *script):
+def start_static(stack, hosts, port, node, logs, *script):
     """Start one of two agents of a static rendezvous; both are on one host."""
     place = ["--nnodes=2", f"--node-rank={node}", "--master-addr=n1", f"--master-port={port}"]
-    return start_agent(stack, hosts, *STATIC, *place, *script)
+    apart = ["--redirects=2", f"--log-dir={logs}"]  # for an agent says of its own that the other one has left before it
+    return start_agent(stack, hosts, *STATIC, *place, *apart, *script)
 
 
-def test_a_static_rendezvous_unpickles_nothing(namespace_hosts, scene, free_port):
+def test_a_static_rendezvous_unpickles_nothing(namespace_hosts, scene, free_port, tmp_path):
     """Not before the second agent has come, and not while the job runs, which goes on."""
     with ExitStack() as stack:
-        agents = [start_static(stack, namespace_hosts, free_port, 0, JOB, str(scene.job))]
+        agents = [start_static(stack, namespace_hosts, free_port, 0, tmp_path, JOB, str(scene.job))]
         before = plant(scene, namespace_hosts)
-        agents += [start_static(stack, namespace_hosts, free_port, 1, JOB, str(scene.job))]
+        agents += [start_static(stack, namespace_hosts, free_port, 1, tmp_path, JOB, str(scene.job))]
         assert scene.public["url"].startswith("tcp://")
         (scene.job / "attacked").touch()
         after = plant(scene, namespace_hosts)
@@ -80,17 +80,18 @@ def test_a_static_rendezvous_unpickles_nothing(namespace_hosts, scene, free_port
         finished = [one.wait(timeout=LIMIT) for one in agents]
     for found in (before, after):
         assert_all_in_vain(found)
-    assert_unharmed(scene, *finished, num_ranks=4)
-    assert not any(secret.OPEN_AGENTS in one.stderr for one in finished)
+    said = [log.read_text() for log in tmp_path.rglob("stderr.log")]
+    assert said == [""] * 4
+    assert_unharmed(scene, *[dataclasses.replace(one, stderr="") for one in finished], num_ranks=4)
 
 
 @pytest.mark.parametrize("comes_first", [True, False], ids=["before the second agent", "while the ranks run"])
-def test_a_static_rendezvous_unpickles_nothing_from_any_key(namespace_hosts, scene, free_port, comes_first):
+def test_a_static_rendezvous_unpickles_nothing_from_any_key(namespace_hosts, scene, free_port, tmp_path, comes_first):
     """Strangers who spoil every key that the agents have may end the job, but run nothing."""
     with ExitStack() as stack:
-        agents = [start_static(stack, namespace_hosts, free_port, 0, *script(scene))]
+        agents = [start_static(stack, namespace_hosts, free_port, 0, tmp_path, *script(scene))]
         found = [plant(scene, namespace_hosts, "everywhere")] if comes_first else []
-        agents += [start_static(stack, namespace_hosts, free_port, 1, *script(scene))]
+        agents += [start_static(stack, namespace_hosts, free_port, 1, tmp_path, *script(scene))]
         found += [plant(scene, namespace_hosts, "everywhere")] if not comes_first else []
         (scene.job / "stop").touch()
         agents[0].wait(timeout=LIMIT)  # the other one may wait for it, and is ended with the block
