@@ -11,7 +11,7 @@ import multiprocessing.util
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distman._base import log
 from distman._base.arguments import check_seconds
+from distman._base.moved_names import missing_attribute
 from distman._base.process_state import puts_back
 from distman._base.seeds import seed_generators
 from distman._coordination import protocol, tracking
@@ -43,6 +44,7 @@ from distman._job.manager.wrapping import (
     Parts,
     Precision,
     check_mesh,
+    check_module,
     check_shardable,
     check_wrappable,
     materialize_all,
@@ -78,6 +80,11 @@ class DistributedManager(Place, GroupMethods):
     """
 
     __signature__ = inspect.Signature()  # of a call by users; ``__new__`` takes anything for classes based on this one
+
+    if not TYPE_CHECKING:  # else any name would pass
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(self, name)
 
     @classmethod
     def initialize(
@@ -311,7 +318,7 @@ class DistributedManager(Place, GroupMethods):
             JobFailed: On every rank that came: another one failed, or left the job.
             RankFailedError: On a rank that came when the others had given up.
             DistmanError: Called where only some ranks run.
-            TypeError: The timeout is no number of seconds.
+            TypeError: The name is no string, or the timeout no number of seconds.
 
         Example on two ranks:
             >>> if rank == 0:
@@ -321,6 +328,8 @@ class DistributedManager(Place, GroupMethods):
         job = self._state.job
         store_group = job.store_group()
         seconds = job.limits.collective if timeout is None else check_seconds("timeout", timeout)
+        if not isinstance(name, str | None):
+            raise TypeError(f"name must be a string, got {name!r}. Pass a limit in seconds as timeout={name!r}.")
         with WaitScope(f"barrier {name!r}" if name else "barrier"):
             tracking.check_all_run_here(range(job.world_size))
             raise_if_failed()
@@ -350,6 +359,7 @@ class DistributedManager(Place, GroupMethods):
             DivergenceError: On every rank: a tensor differs; the error names it, and the odd rank and its host.
             PlanMismatchError: The ranks pass modules with other tensors.
             JobFailed: Another rank failed.
+            TypeError: ``module`` is not a module.
 
         Example:
             >>> manager = DistributedManager.initialize()
@@ -359,6 +369,7 @@ class DistributedManager(Place, GroupMethods):
             ...         manager.check_replicas(model, step=step)
         """
         job = self._state.job
+        check_module(module)
         if job.backend is not None:
             tracking.check_all_run_here(range(job.world_size))
             raise_if_failed()
@@ -430,6 +441,7 @@ class DistributedManager(Place, GroupMethods):
 
         Raises:
             ValueError: The step is smaller than the one before.
+            TypeError: The step is not a whole number.
             PlanMismatchError: The ranks ask at different steps.
             JobFailed: A rank was asked to stop, and one failed or left before it knew.
             DistmanError: Called in a process forked from the rank.

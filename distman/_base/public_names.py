@@ -8,6 +8,8 @@ import opcode
 from pathlib import Path
 from types import FrameType
 
+from distman._base.moved_names import new_name
+
 PACKAGES = (
     "checkpoint",
     "collectives",
@@ -31,14 +33,16 @@ PACKAGES = (
 """The public modules, imported when they are asked for."""
 
 
-def missing_name(name: str, caller: FrameType) -> Exception:
-    """Return the error for a name that is not here, and say where it is.
+def missing_name(name: str, caller: FrameType, module: str = "distman") -> Exception:
+    """Return the error for a name that a module does not have, and say where it is, or what it is called here.
 
     Where it is imported, that is an ImportError: the interpreter would replace an AttributeError by one of its own.
     """
     homes = [] if name.startswith("_") else [package for package in PACKAGES if name in _names_of(package)]
     if not homes:
-        return AttributeError(f"module 'distman' has no attribute {name!r}")
+        text = f"module {module!r} has no attribute {name!r}"
+        hint = new_name(name)
+        return error_of_missing(f"{text}. {hint}", caller) if hint else AttributeError(text)
     hint = f"{name} is in distman.{homes[0]}. Write: from distman.{homes[0]} import {name}"
     return error_of_missing(hint, caller)
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from distman._cli.parser import make_parser
+from distman.environments import DISTMAN_RUN
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     arguments = make_parser().parse_args(argv or ["help"])
+    ranks: str | None = getattr(arguments, "own_ranks", None)
+    is_one = all(name in os.environ for names in DISTMAN_RUN.marks for name in names)
+    if ranks is not None and not is_one:
+        arguments = make_parser().parse_args(["run", "-n", ranks, "--bare", "-m", "distman", *argv])
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=at_least(1), metavar="N", help="rounds of each; 5 to 100 in 0.2 s, if not given"
     )
+    parser.add_argument("-n", "--ranks", dest="own_ranks", metavar="N", help="start N ranks on this machine")
     parser.add_argument("--method", help="believe this launcher")
     parser.add_argument(
         "--timeout",
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (DistmanError, ValueError) as error:
         return _refuse(str(error))
     if manager.world_size == 1:
-        return _refuse("one rank has nobody to talk to. Start several with torchrun, mpirun or srun.")
+        return _refuse("one rank has nobody to talk to. Add -n 2, or start several with torchrun, mpirun or srun.")
     sizes = sizes_between(arguments.min_size, arguments.max_size, arguments.factor)
     cases = cases_of(arguments.operations, sizes, manager.world_size)
     measurements: list[Measurement] = []

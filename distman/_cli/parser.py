@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from distman._base.moved_names import new_option
 from distman._version import VERSION
 
 _MAX_DIGITS = 18
@@ -58,8 +59,8 @@ class CommandParser(argparse.ArgumentParser):
         arguments, unknown = super().parse_known_args(args, namespace)
         if unknown:
             close = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            hint = new_option(unknown[0]) or (f"did you mean {close[0]}?" if close else "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
         return arguments, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

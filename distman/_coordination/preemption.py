@@ -91,6 +91,8 @@ class StopAgreement:
         last = self._last_step
         if step is None:
             step = 0 if last is None else last + 1
+        if not hasattr(step, "__index__"):
+            raise TypeError(f"step must be a whole number, got {step!r}. Pass the number of the step.")
         if last is not None and step < last:
             raise ValueError(
                 f"step must not be smaller than the one before, {last}, got {step}. Count the steps of all epochs "

@@ -57,6 +57,7 @@ def load_model_state(
 
     Raises:
         RuntimeError: The names do not fit and ``strict`` is True, or a shape does not.
+        TypeError: ``state`` is not a mapping.
 
     Example:
         >>> saved = {"module.weight": torch.ones(1, 2), "module.bias": torch.zeros(1)}  # of a wrapped model
@@ -66,6 +67,10 @@ def load_model_state(
         >>> model.weight.tolist()
         [[1.0, 1.0]]
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"state must be a mapping of names and tensors, got a {type(state).__name__}. Pass load(path), say."
+        )
     wrapped_of = {_bare(module, name): name for name in module.state_dict()}
     bare = max(_candidates(module, list(state)), key=lambda bare: len(wrapped_of.keys() & set(map(bare, state))))
     fitting = OrderedDict((wrapped_of.get(bare(name), bare(name)), value) for name, value in state.items())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
+from distman._base.public_names import missing_name
+
 # What is imported as itself is for other parts of the package.
 from distman.collectives._all_gather import AllGather as AllGather, all_gather_v, reduce_scatter_v
 from distman.collectives._all_reduce import AllReduceSum as AllReduceSum, all_reduce_sum as all_reduce_sum
@@ -52,3 +56,7 @@ __all__ = [
     "reduce_scatter_v",
     "scatter_v",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise missing_name(name, sys._getframe(1), __name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
@@ -9,6 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
+from distman._base.arguments import check_options
 from distman._base.log import logger
 from distman._base.seeds import seed_generators
 from distman._coordination import step_times
@@ -211,6 +213,8 @@ def distributed_loader(
     length = length_of(dataset)
     if "generator" in loader_kwargs:
         raise TypeError("generator must be left out: the order of the samples depends on seed. Pass that.")
+    own = [name for name in inspect.signature(distributed_loader).parameters if name != "loader_kwargs"]
+    check_options(loader_kwargs, [*inspect.signature(DataLoader).parameters, *own], "distributed_loader")
     _check_sampling(
         sampler=sampler,
         batch_sampler=batch_sampler,
@@ -294,6 +298,8 @@ def _positive(text: str | None) -> int:
 
 
 def length_of(dataset: Dataset[Any]) -> int:
+    if isinstance(dataset, str | bytes | os.PathLike):
+        raise TypeError(f"dataset must be a dataset, got {dataset!r}. Make one of your files first.")
     if isinstance(dataset, DataLoader):
         raise TypeError(f"dataset must be a dataset, got a {type(dataset).__name__}. Pass loader.dataset.")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):

@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset
 
+from distman._base.moved_names import missing_attribute
 from distman._base.seeds import seed_generators, seed_of
 from distman._job.device import resolve_device
 from distman.checkpoint import CheckpointFolder, check_writable
@@ -134,6 +135,11 @@ class NNHandler:
         self._reporter = Reporter(logger_mode, Path(log_file))
         self._archive = Archive(model, self._setup.callbacks, self._reporter)
         self._dtype: torch.dtype | None = None  # of mixed precision, as in the latest training
+
+    if not TYPE_CHECKING:  # else any name would pass
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(self, name)
 
     def __repr__(self) -> str:
         optimizers = ", ".join(type(one).__name__ for one in self._setup.optimizers.values()) or "no optimizer"

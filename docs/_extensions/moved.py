@@ -1,6 +1,7 @@
 """``.. moved:: accelerate.PartialState``: a table of the names of another library, and of the new ones.
 
-The rows are those of ``howto/moving_names.json``: old names, new names, and what differs or why there is no new one.
+The rows are those of ``moved_names.json`` in the package, whose errors name them too: old names, new names, and what
+differs or why there is no new one.
 Those of NNHandler come from the package that stands in its place, which lists what it refuses, and what it says then.
 """
 
@@ -8,16 +9,14 @@ import inspect
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from distman._base.moved_names import TABLE
 from distman.compat import nnhandler
 from distman.compat.nnhandler._names import REFUSED, REFUSED_METHODS
-
-NAMES = Path(__file__).parents[1] / "howto" / "moving_names.json"
 
 
 class Moved(SphinxDirective):
@@ -27,7 +26,7 @@ class Moved(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the table."""
-        self.env.note_dependency(str(NAMES))
+        self.env.note_dependency(str(TABLE))
         lines = [".. list-table::", "   :header-rows: 1", "", "   * - there", "     - here", "     - what differs"]
         for old, new, note in rows(self.arguments[0]):
             cells = (literals(old.split()), literals(new.split(", ")) if new else "none", text(note))
@@ -42,7 +41,7 @@ def rows(library: str) -> list[list[str]]:
     if library == "NNHandler.NNHandler":
         methods = [name for name, _ in inspect.getmembers(nnhandler.NNHandler) if not name.startswith("_")]
         return rows_of_compat("distman.compat.nnhandler.NNHandler", methods, REFUSED_METHODS)
-    tables: dict[str, list[list[str]]] = json.loads(NAMES.read_text(encoding="utf-8"))
+    tables: dict[str, list[list[str]]] = json.loads(TABLE.read_text(encoding="utf-8"))
     return tables[library]
 
 

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from distman._base.moved_names import OPTIONS, TABLE
+from distman._cli.parser import make_parser
 from distman.testing import ranks
 from tests.test_docs import PLACES, attribute, modules, read, target_of
 
-NAMES = json.loads(read("docs/howto/moving_names.json"))
+NAMES = json.loads(TABLE.read_text(encoding="utf-8"))
+OTHERS = {library: NAMES.pop(library) for library in ("others", OPTIONS)}  # in errors alone
 RECORDED = json.loads((Path(__file__).parent / "recorded_names.json").read_text(encoding="utf-8"))
 """Of a class its public methods and properties, of PartialState its state too; of a module what it offers."""
 PHYSICSNEMO = ["", ".autograd", ".config", ".fft", ".fused_all_reduce", ".manager", ".mappings", ".utils"]
@@ -33,6 +36,26 @@ def test_every_old_name_has_a_new_one_or_a_reason(library):
                     attribute(target_of(name), one)
             else:
                 assert target_of(name) is not None
+
+
+@pytest.mark.parametrize("row", OTHERS["others"], ids=lambda row: row[0])
+def test_names_that_no_list_has_lead_to_what_is_here(row):
+    olds, new, note = row
+    assert new or note
+    assert not {name for rows in NAMES.values() for other, _, _ in rows for name in other.split()} & {*olds.split()}
+    for name in filter(None, new.split(", ")):
+        assert target_of(name) is not None
+
+
+@pytest.mark.parametrize("row", OTHERS[OPTIONS], ids=lambda row: row[0])
+def test_options_of_launchers_lead_to_what_distman_run_takes(row, capsys):
+    olds, new, note = row
+    for old in olds.split():
+        with pytest.raises(SystemExit):
+            make_parser().parse_args(["run", old, "2", "train.py"])
+        assert f"; {f'here it is {new}' if new else note.replace('`', '')}" in capsys.readouterr().err
+        if new:
+            make_parser().parse_args(["run", *new.split(), *(["2"] if new in {"-n", "--log-dir"} else []), "train.py"])
 
 
 @ranks(1)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("rank", "host", "pid", "node", "local rank", "device", "launcher", "torch", "distman")
 _SIZES = (8, 64 << 10, 4 << 20)  # bytes: bound by latency, in between, bound by bandwidth
-_ALONE = "One process: no other rank to talk to. Start it with torchrun, mpirun or srun to check a job."
+_ALONE = "One process: no other rank to talk to. Add -n 2, or start it with torchrun, mpirun or srun to check a job."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Connect the ranks and look for what is wrong with the cluster. Run it as you run your script, for example: "
         "srun -N2 -n4 python -m distman check"
     )
+    parser.add_argument("-n", "--ranks", dest="own_ranks", metavar="N", help="start N ranks on this machine")
     parser.add_argument("--method", help="believe this launcher")
     parser.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="time to wait for all ranks, 300, and in each step, 60"

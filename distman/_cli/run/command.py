@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print how the ranks ended as one JSON object; all else on standard error"
     )
     parser.add_argument("--nnodes", help=argparse.SUPPRESS)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)  # of commands of which one rank prints
     parser.add_argument("--call", type=Path, help=argparse.SUPPRESS)  # of distman.run: the folder with the function
     parser.add_argument("-m", action="store_true", dest="is_module", help="what follows is a module, not a script")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -112,6 +113,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         num_ranks=number,
         log_dir=arguments.log_dir,
         shows_all=arguments.log_dir is None or arguments.tee,
+        names_ranks=not arguments.bare,
         is_quiet=arguments.json,
         grace=arguments.grace,
         stop_signals=signals,

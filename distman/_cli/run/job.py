@@ -46,6 +46,7 @@ class Plan:
     num_ranks: int
     log_dir: Path | None = None  # a file for each rank is made there
     shows_all: bool = True  # whether the terminal shows what all ranks write; else it shows rank 0
+    names_ranks: bool = True  # whether their lines begin with the rank
     is_quiet: bool = False  # whether all that the ranks write is shown on standard error
     grace: float = timing.RUN_GRACE  # seconds that ranks have to save once they are asked to stop
     stop_signals: tuple[int, ...] = DEFAULT_SIGNALS  # what asks them
@@ -84,8 +85,9 @@ def _open_logs(plan: Plan) -> Iterator[list[IO[bytes]]]:
 
 class _Job:
     def __init__(self, plan: Plan, logs: Sequence[IO[bytes]], signals: socket.socket) -> None:
-        errors = Console(sys.stderr.buffer, plan.num_ranks)
-        output = errors if plan.is_quiet else Console(sys.stdout.buffer, plan.num_ranks)
+        num_named = plan.num_ranks if plan.names_ranks else 1
+        errors = Console(sys.stderr.buffer, num_named)
+        output = errors if plan.is_quiet else Console(sys.stdout.buffer, num_named)
         # Where each stream of the ranks is shown: one terminal is one console.
         self._consoles = {1: output, 2: output if output.is_terminal and errors.is_terminal else errors}
         self._plan = plan

@@ -51,10 +51,14 @@ def _made(module: torch.nn.Module, options: dict[str, Any], device: torch.device
     return wrapped
 
 
-def check_wrappable(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    """Refuse, on any number of ranks, what DistributedDataParallel would on several."""
+def check_module(module: object) -> None:
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got a {type(module).__name__}. Pass the model.")
+
+
+def check_wrappable(module: torch.nn.Module, options: dict[str, Any]) -> None:
+    """Refuse, on any number of ranks, what DistributedDataParallel would on several."""
+    check_module(module)
     check_options(options, [*inspect.signature(DistributedDataParallel).parameters][1:], "wrap_ddp")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(
@@ -84,8 +88,7 @@ def check_shardable(
     initialize: Initialize | None,
 ) -> None:
     """Refuse, on any number of ranks, what ``fully_shard`` would on several, there or in the first step."""
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got a {type(module).__name__}. Pass the model.")
+    check_module(module)
     own = ["mesh", "shard", "mixed_precision", "checkpoint_activations", "initialize"]
     check_options(options, [*_OPTIONS, *own], "wrap_fsdp")
     _policies(precision)

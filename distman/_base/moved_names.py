@@ -1,0 +1,45 @@
+"""What other libraries call things, and what they are called here: one table, for errors and for the documentation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+TABLE = Path(__file__).with_suffix(".json")
+OPTIONS = "options of launchers"
+_START = "manager.initialize"
+_MANAGER = ", of manager = DistributedManager()"
+
+
+def new_name(name: str, *, is_of_manager: bool = False) -> str:
+    """Return in a sentence what is here in place of a name of another library, or nothing."""
+    tables = json.loads(TABLE.read_text(encoding="utf-8"))
+    rows = (row for library, rows in tables.items() if library != OPTIONS for row in rows)
+    return _sentence(name, rows, "" if is_of_manager else _MANAGER)
+
+
+def new_option(name: str) -> str:
+    """Return in a clause what ``distman run`` takes in place of an option of another launcher, or nothing."""
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))[OPTIONS]
+    text = _sentence(name.partition("=")[0], rows, "")
+    return f"{text[0].lower()}{text[1:-1]}" if text else ""
+
+
+def _sentence(name: str, rows: Iterable[list[str]], of_manager: str) -> str:
+    """Return what the first row with an old name says."""
+    for olds, new, note in rows:
+        if name in olds.split():
+            note = note.replace("`", "")
+            if not new:
+                return f"{note[0].upper()}{note[1:]}."
+            news = [f"manager.{name}" if one == "manager" else one for one in new.split(", ")]
+            names = " or ".join("DistributedManager.initialize" if one == _START else one for one in news)
+            return f"Here it is {names}{of_manager if 'manager.' in names else ''}{note and f' ({note})'}."
+    return ""
+
+
+def missing_attribute(owner: object, name: str) -> AttributeError:
+    """Return the error for an attribute that an object does not have."""
+    hint = new_name(name, is_of_manager=True)
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}" + (hint and f". {hint}"))
