@@ -128,21 +128,15 @@ def place(tmp_path):
         "",
         "-I",
         "-E",
-        "-s",
-        "-S",
-        "-B",
-        "-OO",
-        "-b",
-        "-Xutf8",
-        "-Xdev",
-        "-Wdefault::ImportWarning -Xpycache_prefix=/tmp/none",
+        "-S -s -b",
+        "-OO -Xutf8 -Xdev -B -Wdefault::ImportWarning -Xpycache_prefix=/tmp/none",
     ],
 )
 @pytest.mark.parametrize("python_path", [None, "", "home"], ids=["no PYTHONPATH", "PYTHONPATH=", "PYTHONPATH=home"])
 def test_children_of_a_script_import_nothing_from_the_current_folder(place, options, python_path):
     place.plant(PLANTED)
     variables = {}
-    if options == "-S":
+    if "-S" in options:
         variables["LIBRARIES"] = os.pathsep.join(map(str, [place.home, sysconfig.get_path("purelib"), REPOSITORY]))
     if python_path is not None:
         variables["PYTHONPATH"] = python_path and str(place.home)

@@ -49,9 +49,10 @@ def test_memory_is_kept_from_others_as_long_as_somebody_has_a_part_of_it(part):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex128, torch.bfloat16, torch.bool, torch.int16])
-@pytest.mark.parametrize("shape", [(LARGE,), (3, 1, LARGE // 3 + 1), (0, 5), (), (7,)])
+@pytest.mark.parametrize("shape", [(LARGE,), (3, 1, LARGE // 3 + 16), (0, 5), (), (7,)])
 def test_it_is_what_torch_would_make(dtype, shape):
     like = torch.empty(2, dtype=dtype)
+    shape = tuple(length // dtype.itemsize if length > 7 else length for length in shape)  # else it is of bytes
     made, expected = new_empty(like, shape), like.new_empty(shape)
     assert (made.dtype, made.shape, made.stride()) == (dtype, expected.shape, expected.stride())
     assert not made._is_view()
@@ -181,15 +182,15 @@ def test_results_of_collectives_are_new_tensors_that_may_be_changed(rank):
     rows = LARGE // 4 // 1024
     shard = torch.full((rows, 1024), float(rank), requires_grad=True)
     places = []
-    for turn in range(3):
+    for turn in range(2):
         full = all_gather_v(shard, [rows, rows])
         kept = all_gather_v(shard, [rows, rows])
         full.add_(turn)
         assert full.select(1, 0).tolist() == [turn] * rows + [turn + 1] * rows
         assert kept.select(1, 0).tolist() == [0] * rows + [1] * rows
         (grad,) = torch.autograd.grad(full.sum() + kept.sum(), shard)
-        assert grad.unique().tolist() == [4.0]
-        assert reduce_scatter_v(full.detach(), [rows, rows]).unique().tolist() == [2.0 * (turn + rank)]
+        assert grad.eq(4).all()
+        assert reduce_scatter_v(full.detach(), [rows, rows]).eq(2 * (turn + rank)).all()
         places.append(full.data_ptr())
         del full, kept, grad
-    assert len(set(places)) < 3
+    assert len(set(places)) == 1

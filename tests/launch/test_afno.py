@@ -65,7 +65,7 @@ def one_process(tmp_path_factory):
 
 def test_one_process_learns_and_draws(tmp_path):
     picture = tmp_path / "afno.png"
-    options = ("--trajectories", "8", "--steps", "120", "--plot", picture)
+    options = ("--trajectories", "8", "--snapshots", "6", "--steps", "100", "--plot", picture)
     finished = launch([PYTHON, EXAMPLE, *options, *files(tmp_path)], timeout=LIMIT)
     assert finished.returncode == 0  # matplotlib may say that it looks for fonts
     losses = json.loads((tmp_path / "losses.json").read_text())

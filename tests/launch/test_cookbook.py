@@ -176,10 +176,10 @@ def test_waves_on_a_field_beside_data_parallelism(waves_alone, rank):
 
 
 def test_waves_are_learnt():
-    volume, later, first, last, error = numbers(alone("shallow_water.py", "--snapshots", 7, "--steps", 100))
+    volume, later, first, last, error = numbers(alone("shallow_water.py", "--snapshots", 5, "--steps", 50))
     assert later == pytest.approx(volume, rel=1e-12)
-    assert last < 0.1 * first
-    assert error < 0.5
+    assert last < 0.2 * first
+    assert error < 0.85
 
 
 @ranks(2, 3, manager=False)
@@ -306,7 +306,7 @@ def probability_to_be_left(distance, catches):
 
 
 def test_a_search(preloaded_torchrun):
-    command = ("sweep.py", "--steps", 60)
+    command = ("sweep.py", "--steps", 30)
     table = alone(*command)
     assert output_of(preloaded_torchrun.run(*words(*command), ranks=2, timeout=LIMIT)) == table
     assert table.count("ValueError: Invalid learning rate: -1.0") == 2
