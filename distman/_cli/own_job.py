@@ -7,6 +7,7 @@ is one of Python, not of gloo.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from typing import TypeVar
 
@@ -40,7 +41,7 @@ def gather_reports(manager: DistributedManager, name: str, report: Kind, kind: t
         return [report]
     number = next(manager._state.job.barriers[name])  # the next act of all ranks, which no other one has
     keys = [protocol.report(number, name, rank) for rank in range(store_group.size)]
-    store_group.store.set(keys[manager.rank], json.dumps(report))
+    store_group.store.set(keys[manager.rank], json.dumps(report, default=dataclasses.asdict))
     manager.barrier(f"distman check: {name}", timeout=manager._state.job.limits.collective)
     if not manager.is_main:
         return None
@@ -72,10 +73,10 @@ def explain(error: BaseException, step: str, manager: DistributedManager) -> str
     if isinstance(error, JobFailed):
         error.acknowledge()  # the command ends with a verdict
     if isinstance(error, JobFailed | RankFailedError | BarrierTimeoutError):
-        return _first_line(error)
+        return first_line(error)
     if not is_lost_connection(error):
         return None
-    reason = _first_line(error)
+    reason = first_line(error)
     if manager.rank < 2:
         with contextlib.suppress(dist.DistError):  # the process that served the store has gone
             reason = _who_stands_still(manager, reason)
@@ -83,7 +84,7 @@ def explain(error: BaseException, step: str, manager: DistributedManager) -> str
 
 
 def own_fault(error: BaseException, manager: DistributedManager) -> str:
-    return f"{manager.roll_call[manager.rank]} raised {type(error).__name__}: {_first_line(error)}"
+    return f"{manager.roll_call[manager.rank]} raised {type(error).__name__}: {first_line(error)}"
 
 
 def _who_stands_still(manager: DistributedManager, reason: str) -> str:
@@ -98,5 +99,5 @@ def _who_stands_still(manager: DistributedManager, reason: str) -> str:
     return f"{reason}. The others answer over the store: {where}. See the network between them." if where else reason
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]

@@ -46,7 +46,7 @@ def choose_interface(others: Iterable[str]) -> None:
         return
     own = next((address for address in map(address_towards, others) if address is not None), None)
     if own is not None:
-        _use(_interface_of(own))
+        _use(interface_of(own))
 
 
 def stay_on_this_host() -> None:
@@ -54,7 +54,7 @@ def stay_on_this_host() -> None:
     # Only for ranks that have met without a network, so that the loopback of all is one. A variable that is set already
     # is left alone.
     if not os.environ.get(_VARIABLE):
-        _use(_interface_of(_LOOPBACK))
+        _use(interface_of(_LOOPBACK))
 
 
 def _use(name: str | None) -> None:
@@ -80,7 +80,7 @@ def _is_name_loopback() -> bool:
         return True  # gloo takes the loopback, too, where the name is not known
 
 
-def _interface_of(address: str) -> str | None:
+def interface_of(address: str) -> str | None:
     """Return the name of the interface that has an address of this host."""
     if ":" in address:
         return _interface_of_ipv6(address)

@@ -1,5 +1,6 @@
 """What ``distman check`` is made of; ``tests/launch/test_check.py`` runs the command."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,12 +12,8 @@ from distman._base import timing
 from distman._cli import main
 from distman._cli.check import proofs
 from distman._cli.check.findings import Findings, as_json, facts, find_slow, problems, warnings
-from distman._cli.check.network import (
-    Link,
-    measure_links,
-    plan_rounds,
-    tournament,
-)
+from distman._cli.check.hosts import Interface, RankReport
+from distman._cli.check.network import Link, measure_links, plan_rounds, tournament
 from distman._cli.check.proofs import PROOFS, PROOFS_OF_TORCH, proofs_for, prove
 from distman._cli.check.shared_folder import FolderReport, check_folder
 from distman._cli.own_job import explain, gather_reports, hand_out, own_fault
@@ -139,6 +136,70 @@ def test_links_between_hosts_are_not_compared_with_those_within():
     (warning,) = warnings(found(links=links))
     assert warning == "rank 1 (n1) to rank 3 (n2) is slow: 200 ms (20.0 times the median) for 1 MiB."
     assert facts(found(links=links))[-3].startswith("slowest link between hosts: rank 1 (n1) to rank 3 (n2), 8 B in ")
+
+
+ETH = Interface("eth0", is_up=True, speed=1_000, mtu=1500)
+
+
+def reports(**unlike):
+    """Return what four ranks say; of rank 3 something is unlike."""
+    alike = RankReport(cores=[0, 1], num_cores=2, python="3.12", used=ETH, others=[], told=[], problems=[])
+    return [alike, alike, alike, dataclasses.replace(alike, **unlike)]
+
+
+@pytest.mark.parametrize(
+    ("unlike", "told"),
+    [
+        (
+            {"others": [Interface("ib0", is_up=True, speed=200_000, mtu=2044)]},
+            "gloo uses eth0 (1 Gbit/s, MTU 1500) on n2, which also has ib0 (200 Gbit/s, MTU 2044). If all hosts have "
+            "that, set GLOO_SOCKET_IFNAME=ib0, and NCCL_SOCKET_IFNAME for GPUs.",
+        ),
+        (
+            {"used": Interface("eth0", is_up=True, speed=1_000, mtu=9000)},
+            "the largest packet (MTU) differs: 1500 on n1; 9000 on n2. Large messages may then hang; let it be "
+            "the same.",
+        ),
+        (
+            {"python": "3.11"},
+            "the ranks have unlike versions of Python: 3.12 on n1, n2; 3.11 on n2. Install one on all hosts.",
+        ),
+        (
+            {
+                "others": [
+                    Interface("eth1", is_up=True, speed=1_000, mtu=1500),
+                    Interface("ppp0", is_up=True, speed=0, mtu=1500),
+                ]
+            },
+            None,
+        ),
+        ({"used": None}, None),
+        ({"cores": [0]}, None),
+    ],
+)
+def test_what_is_unlike_on_a_host_is_told(unlike, told):
+    assert warnings(found(hosts=reports(**unlike))) == ([told] if told else [])
+
+
+def test_what_is_wrong_with_a_host_is_an_error():
+    findings = found(hosts=reports(problems=["has no 256 MiB of memory left"]))
+    assert problems(findings) == ["n2 has no 256 MiB of memory left."]
+    assert facts(findings)[0] == "gloo uses eth0 (1 Gbit/s, MTU 1500) on n1, n2"
+
+
+@pytest.mark.parametrize(
+    ("link", "told"),
+    [
+        (Link(0, 2, 1e-4, 0.08), []),
+        (Link(0, 2, 1e-4, 0.09), ["93 of 1,000 Mbit/s for 1 MiB"]),
+        (Link(0, 2, 0.02, 0.01), ["20 ms for 8 B"]),
+        (Link(0, 2, 1e-4, 0.01), []),
+        (Link(0, 1, 1e-4, 0.09), []),
+    ],
+)
+def test_a_link_between_hosts_is_slow_by_itself(link, told):
+    slow = [f"rank 0 (n1) to rank 2 (n2) is slow: {words}." for words in told]
+    assert warnings(found(links=[link], hosts=reports())) == slow
 
 
 def test_a_rank_whose_links_are_all_slow_is_named():

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from distman._base import timing
 from distman._cli.check.findings import Findings, as_json, facts, problems, warnings
+from distman._cli.diagnostics import Host, diagnose
 from distman._cli.output import print_table, print_text
 from distman._cli.units import print_speeds
 from distman._job.meeting.secret import find_protection, learn_protection
 from distman.environments import LaunchEnvironment, detect
-from distman.errors import DistmanError, JobFailed
+from distman.errors import JobFailed
 
 if TYPE_CHECKING:
     from distman._job.meeting.peers import Peer
@@ -54,17 +55,21 @@ def run(arguments: argparse.Namespace) -> int:
     """Return 0 where all ranks came, every collective was exact and all see the named folder, else 1. Collective."""
     if arguments.quick:
         return _check_host(is_json=arguments.json)
-    from distman._cli.own_job import explain, own_fault, start_job
+    from distman._cli.own_job import explain, first_line, own_fault, start_job
 
     environment: LaunchEnvironment | None = None
     try:
         environment = detect(os.environ, arguments.method).environment
         protection = find_protection(environment, os.environ)
         manager = start_job(arguments.method, arguments.timeout, timing.CHECK_COLLECTIVE)
-    except (DistmanError, ValueError) as error:
-        print(f"distman check: {error}", file=sys.stderr)
+    except (JobFailed, RuntimeError, ValueError) as error:  # gloo's own among them
+        if isinstance(error, JobFailed):
+            error.acknowledge()
+        causes = diagnose(os.environ, environment, Host()) if environment and not environment.local_rank else ()
+        for sentence in (first_line(error), *causes):
+            print(f"distman check: {sentence}", file=sys.stderr)
         if arguments.json and (environment is None or environment.rank == 0):
-            _tell_without_job(str(error), environment)
+            _tell_without_job(first_line(error), environment)
         return 1
     if manager.is_main:
         protection = learn_protection(protection, environment, os.environ)
@@ -72,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if manager.is_main and not arguments.json:
         print_table(_COLUMNS, [_row(peer) for peer in findings.peers])
     try:
-        _examine(manager, findings, arguments.folder)
+        _examine(manager, environment, findings, arguments.folder)
     # Whatever it is, what was found is told first, and it is raised again if it is our own. That of another rank is
     # named, or it would be raised again in any case.
     except (JobFailed, Exception) as error:
@@ -103,17 +108,22 @@ def _check_host(*, is_json: bool) -> int:
     return 1 if found else 0
 
 
-def _examine(manager: DistributedManager, findings: Findings, folder: str | None) -> None:
+def _examine(
+    manager: DistributedManager, environment: LaunchEnvironment, findings: Findings, folder: str | None
+) -> None:
     """Take all steps, and fill in what they find; what is told about many ranks is filled in on rank 0 only."""
     timeout = manager._state.job.limits.collective
-    for name, step in _steps(manager, findings, folder).items():
+    for name, step in _steps(manager, environment, findings, folder).items():
         findings.step = name
         manager.barrier(f"distman check: {name}", timeout=timeout)
         step()
     manager.barrier("distman check: end", timeout=timeout)
 
 
-def _steps(manager: DistributedManager, findings: Findings, folder: str | None) -> dict[str, Callable[[], None]]:
+def _steps(
+    manager: DistributedManager, environment: LaunchEnvironment, findings: Findings, folder: str | None
+) -> dict[str, Callable[[], None]]:
+    from distman._cli.check.hosts import RankReport, look
     from distman._cli.check.network import measure_links
     from distman._cli.check.proofs import proofs_for, prove
     from distman._cli.check.shared_folder import check_folder
@@ -143,8 +153,13 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
         reports = [check_folder(path, manager) for path in (".", *([folder] if folder else []))]
         findings.folders = [report for report in reports if report is not None]
 
+    def look_at_hosts() -> None:
+        report = look(environment, is_first=manager.local_rank == 0)
+        findings.hosts = gather_reports(manager, "the hosts", report, RankReport) or []
+
     several = {"network": time_speeds, "links": time_links}
     return {
+        "hosts": look_at_hosts,
         "collectives": prove_all,
         **(several if manager.world_size > 1 else {}),
         "computing": time_compute,

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from distman._cli.check.hosts import RankReport, facts_in, problems_in, warnings_in
 from distman._cli.output import named, shown_ranks
 from distman._cli.units import show_seconds
 
@@ -23,6 +24,9 @@ K = TypeVar("K", bound=Hashable)
 _LATENCY_MARGIN = 1e-3
 _LARGE_MARGIN = 2e-3
 _COMPUTE_MARGIN = 2e-3
+_SLOW_LATENCY = 5e-3  # seconds, of which hosts of one site have a tenth at most
+_LARGE_BITS = 8 << 20
+_FAST_ENOUGH = 10_000  # Mbit/s, of which one connection has a tenth in any case
 _MAX_NAMED = 3  # slow ranks or links; where there are more, the median is the finding
 
 
@@ -38,6 +42,7 @@ class Findings:
     wrong: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     speeds: list[Measurement] = dataclasses.field(default_factory=list)
     links: list[Link] = dataclasses.field(default_factory=list)
+    hosts: list[RankReport] = dataclasses.field(default_factory=list)
     compute: list[float] = dataclasses.field(default_factory=list)  # seconds of a matrix product on each rank
     # The working directory and, behind it, that of ``--folder``, if given.
     folders: list[FolderReport] = dataclasses.field(default_factory=list)
@@ -57,12 +62,14 @@ def problems(findings: Findings) -> list[str]:
         for folder in findings.folders[1:]
         if not folder.is_shared
     ]
+    sentences += problems_in(findings.hosts, findings.peers) if findings.hosts else []
     return [*sentences, findings.error] if findings.error else sentences
 
 
 def warnings(findings: Findings) -> list[str]:
     """Return a sentence for each thing that is worth a look: slow ranks, links, the folder, who may come in."""
-    sentences = _slow_links(findings)
+    sentences = [*warnings_in(findings.hosts, findings.peers)] if findings.hosts else []
+    sentences += _slow_links(findings)
     times = dict(enumerate(findings.compute))
     sentences += [
         f"{findings.peers[rank]} computes slowly: {_times(times[rank], times.values())} for a matrix product."
@@ -78,7 +85,7 @@ def warnings(findings: Findings) -> list[str]:
 
 def facts(findings: Findings) -> list[str]:
     """Return a line for each thing that was found in order or measured; the last one is about the collectives."""
-    lines = []
+    lines = [*facts_in(findings.hosts, findings.peers)] if findings.hosts else []
     for kind, links in _by_kind(findings).items():
         slowest = max(links, key=lambda link: link.seconds)
         times = [link.seconds for link in links]
@@ -106,7 +113,7 @@ def facts(findings: Findings) -> list[str]:
 
 def as_json(findings: Findings) -> dict[str, Any]:
     wrong_ranks = sorted({rank for ranks in findings.wrong.values() for rank in ranks})
-    parts = ("speeds", "links", "folders")
+    parts = ("hosts", "speeds", "links", "folders")
     return {
         "world_size": len(findings.peers),
         "num_nodes": findings.peers[0].num_nodes,
@@ -134,7 +141,11 @@ def _by_kind(findings: Findings) -> Mapping[str, list[Link]]:
 
 
 def _slow_links(findings: Findings) -> list[str]:
-    sentences = []
+    sentences = [
+        f"{_of_link(link, findings.peers)} is slow: {words}."
+        for link in _by_kind(findings).get("between hosts", [])
+        for words in _slow_by_itself(link, findings.hosts)
+    ][:_MAX_NAMED]
     for links in _by_kind(findings).values():
         for size, margin, seconds in (
             ("8 B", _LATENCY_MARGIN, {link: link.latency for link in links}),
@@ -148,6 +159,20 @@ def _slow_links(findings: Findings) -> list[str]:
             common = set.intersection(*({link.first, link.second} for link in slow)) if len(slow) > 1 else set()
             sentences += [f"{findings.peers[rank]} is at one end of all {len(slow)} slow links." for rank in common]
     return sentences
+
+
+def _slow_by_itself(link: Link, reports: Sequence[RankReport]) -> list[str]:
+    """Return what is slow about a link between hosts, with which no other one need be compared."""
+    words = [f"{show_seconds(link.latency)} for 8 B"] if link.latency > _SLOW_LATENCY else []
+    speeds = [
+        used.speed
+        for used in (reports[rank].used for rank in (link.first, link.second) if reports)
+        if used and used.speed
+    ]
+    megabits = _LARGE_BITS / 1e6 / link.seconds
+    if speeds and 10 * megabits < min(*speeds, _FAST_ENOUGH):
+        words.append(f"{megabits:.0f} of {min(speeds):,} Mbit/s for 1 MiB")
+    return words
 
 
 def _of_link(link: Link, peers: Sequence[Peer]) -> str:
