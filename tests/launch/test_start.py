@@ -114,6 +114,7 @@ def fail(*_args, **_kwargs):
 rank = int(os.environ["RANK"])
 if how == "adopted":
     dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=3)
+    dist.barrier()  # else the others may still connect
 if rank:
     time.sleep(0.5)
 elif when == "is awaited":

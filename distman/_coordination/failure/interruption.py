@@ -30,7 +30,7 @@ from distman._torch_internals import close_all_connections
 from distman.errors import JobFailed
 
 _SIGNAL = signal.SIGURG  # ignored by default: harmless where it meets nobody
-_MOST_DEFERRALS = 40  # of a raise in a place that is left within microseconds, or that waits there
+_MOST_DEFERRALS = 100  # of a raise in a place that is left within microseconds, or that waits there
 
 
 @dataclasses.dataclass(frozen=True)
