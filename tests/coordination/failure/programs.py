@@ -118,7 +118,7 @@ def through_the_ends_of_blocks():
 
 def through_threads():
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for _ in pool.map(work, [0.01] * 1000):
+        for _ in pool.map(work, [0.01] * 400):
             pass
 
 
