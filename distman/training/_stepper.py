@@ -12,9 +12,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from distman._base.arguments import check_number
-from distman.data import TrainingLoader
+from distman.data import EvaluationLoader, TrainingLoader
 from distman.manager import DistributedManager
-from distman.training._engine import Closure, Engine, StepOptions
+from distman.training._engine import Closure, Engine, StepOptions, to_device
 from distman.training._model import TrainedModel
 from distman.training._optimizers import UNNAMED, Changes
 from distman.training._sources import ForeignSource, Step
@@ -125,6 +125,9 @@ class Stepper:
         Collective. The ranks make the same number of steps: one that has no batch left takes part with weight 0, for
         which its buffers and generators are left alone.
 
+        Of a loader with ``evaluation=True`` the ranks read each sample once, in possibly different numbers of batches,
+        so nothing within the loop may wait for others; the module, or its moving average, has rank 0's buffers there.
+
         Args:
             loader: Of :func:`distman.data.distributed_loader`, or another iterable of this rank's batches, which starts
                 over each time; the number of samples of such a batch is the length of its first tensor.
@@ -152,6 +155,11 @@ class Stepper:
             2 True
         """
         check_number("accumulate", accumulate)
+        if isinstance(loader, EvaluationLoader):
+            with self._engine.model.evaluating():
+                for batch in loader:
+                    yield to_device(batch, DistributedManager().device)
+            return
         steps = self._read(loader)
         while window := list(itertools.islice(steps, accumulate)):
             yield from self._engine.window(window)

@@ -173,3 +173,22 @@ def test_a_state_that_would_lack_a_part_of_a_step_is_refused():
     first = stepper.num_steps + 1
     loop(learn, lambda _: stepper.step(), take_state)
     assert taken == [*range(first, stepper.num_steps + 1)]
+
+
+@ranks(1, 2, 3)
+def test_an_evaluation_reads_each_sample_once_with_the_buffers_of_rank_0(rank):
+    model = torch.nn.BatchNorm1d(1)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    own = float(rank)
+    model.running_mean.fill_(own)
+    loader = distributed_loader(torch.arange(5.0)[:, None], evaluation=True, batch_size=2)
+    read = []
+    with torch.no_grad():
+        for batch in stepper.batches(loader):
+            assert model.running_mean.item() == 0
+            read += batch[:, 0].tolist()
+    assert model.running_mean.item() == own
+    assert sorted(number for one in all_gather_objects(read) for number in one) == [0, 1, 2, 3, 4]
+    for _ in stepper.batches(loader):
+        break
+    assert model.running_mean.item() == own
