@@ -24,6 +24,7 @@ help:  ## Say what there is.
 demo: $(demo)/installed  ## Train a small model on two processes.
 	$(demo)/bin/distman run -n 2 docs/examples/digits.py
 	@echo "That was docs/examples/digits.py on two processes, started by distman run."
+	@echo "To go on: . $(demo)/bin/activate, then distman run -n 2 YOUR_SCRIPT.py."
 	@echo "The same file, unchanged, runs with python, torchrun, mpirun or mpiexec, and srun."
 
 check: lint  ## Check the style, and run the unit tests.

@@ -183,6 +183,8 @@ _FOR_ALL = frozenset(
 _FROM_ONE, _TO_ONE = frozenset({"broadcast", "scatter"}), frozenset({"gather", "reduce"})
 """Those in which the others wait for one rank, and in which one rank waits for the others."""
 
+_STORE = f"{__package__}._store."
+_MESSAGES = {"recv": "group_src", "send": "group_dst"}  # and the variable that holds the other rank
 _COLLECTIVES = _FOR_ALL | _FROM_ONE | _TO_ONE
 _MOST_MEMBERS = 8  # that a message names
 _FILES_OF_COLLECTIVES = {distributed_c10d.__file__, distributed_utils.__file__}
@@ -190,13 +192,14 @@ _FILES_OF_COLLECTIVES = {distributed_c10d.__file__, distributed_utils.__file__}
 
 @dataclasses.dataclass(frozen=True)
 class TorchWait:
-    """A collective of torch's own that a thread of the program is in."""
+    """A call of torch's own, in which a thread of the program waits for other ranks."""
 
-    text: str  # its name, in words
+    text: str  # its name, in words; the same on both sides of a message
     line: str  # where the program called it
-    place: tuple[str, int]  # its group, and its number there, which tells one call from the next
+    place: tuple[str, int]  # its group, and its number there, which tells one call from the next; ``("", 0)`` of none
     members: tuple[int, ...]  # of the group, in the world
     ranks: tuple[int, ...]  # those of them that it is sure to wait for
+    is_message: bool = False  # from one rank to another, which may be under way while the other does something else
 
     @property
     def label(self) -> str:
@@ -207,21 +210,27 @@ class TorchWait:
     def title(self) -> str:
         """What it is, in which group, and its number there, for messages: a rank that is behind has another number."""
         name, number = self.place
+        if not name:
+            return self.text
         ranks = str(self.members) if len(self.members) <= _MOST_MEMBERS else f"{len(self.members)} ranks"
         return f"{self.text}, call {number} in group {name} of {ranks}"
 
 
 def torch_wait_in(frame: FrameType | None, line_of: Callable[[FrameType], str]) -> TorchWait | None:
-    """Return the collective that the innermost function of a stack is in.
+    """Return the collective, message or new group that the innermost function of a stack is in.
 
     None where the backend does not count its collectives, so that nothing tells one call from the next. The frame
     would, but keeping a frame keeps the program's files open.
     """
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_STORE):
+        frame = frame.f_back  # a backend asks the job's store
     code = frame.f_code if frame is not None else None
     if frame is None or code is None or code.co_filename not in _FILES_OF_COLLECTIVES:
         return None
+    if code.co_name in _MESSAGES:
+        return _message_in(frame, line_of)
     if code.co_name not in _COLLECTIVES:
-        return None
+        return _new_group_in(frame, line_of)
     group = frame.f_locals.get("group") or frame.f_locals.get("process_group") or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         return None
@@ -232,6 +241,32 @@ def torch_wait_in(frame: FrameType | None, line_of: Callable[[FrameType], str]) 
     name = "DistributedDataParallel" if code.co_name.startswith("_") else code.co_name
     awaited = _awaited_in(code.co_name, frame.f_locals, members, group.rank())
     return TorchWait(f"torch's {name}", line_of(frame), (group.group_name, number), members, awaited)
+
+
+def _message_in(frame: FrameType, line_of: Callable[[FrameType], str]) -> TorchWait | None:
+    group = frame.f_locals.get("group") or dist.group.WORLD
+    is_sent, other = frame.f_code.co_name == "send", frame.f_locals.get(_MESSAGES[frame.f_code.co_name])
+    if other is None:  # as torch is given it, in the world
+        other_in_world = frame.f_locals.get("dst" if is_sent else "src")
+    else:
+        other_in_world = dist.get_process_group_ranks(group)[other] if isinstance(group, dist.ProcessGroup) else None
+    if not isinstance(other_in_world, int):
+        return None  # from any rank
+    pair = (dist.get_rank(), other_in_world) if is_sent else (other_in_world, dist.get_rank())
+    text = f"torch's message from rank {pair[0]} to rank {pair[1]}"
+    return TorchWait(text, line_of(frame), ("", 0), pair, (other_in_world,), is_message=True)
+
+
+def _new_group_in(frame: FrameType, line_of: Callable[[FrameType], str]) -> TorchWait | None:
+    """Return the new group that a function of torch's is making, for which it waits for all its members."""
+    inner: FrameType | None = frame
+    while inner is not None and inner.f_code.co_filename in _FILES_OF_COLLECTIVES:
+        if inner.f_code.co_name == "_new_group_with_tag":
+            ranks = tuple(inner.f_locals.get("ranks") or ())
+            shown = str(ranks) if len(ranks) <= _MOST_MEMBERS else f"{len(ranks)} ranks"
+            return TorchWait(f"torch's new_group of {shown}", line_of(frame), ("", 0), ranks, ranks)
+        inner = inner.f_back
+    return None
 
 
 _FILES_OF_WAITS = {*_FILES_OF_COLLECTIVES, torch._ops.__file__}

@@ -42,4 +42,6 @@ def _sentence(name: str, rows: Iterable[list[str]], of_manager: str) -> str:
 def missing_attribute(owner: object, name: str) -> AttributeError:
     """Return the error for an attribute that an object does not have."""
     hint = new_name(name, is_of_manager=True)
-    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}" + (hint and f". {hint}"))
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    # With a hint the interpreter is not to add one of its own, which it takes from the owner's attributes.
+    return AttributeError(f"{text}. {hint}", name=name) if hint else AttributeError(text)

@@ -158,6 +158,7 @@ CHECK_COLLECTIVE = 60.0  # a check that takes longer has found its answer
 CHECK_FOLDER = 2.0  # for a network file system that shows a new file late
 CHECK_FOLDER_PAUSE = 0.05  # few enough looks for a metadata server
 CHECK_SLOW = 2.0  # for what takes milliseconds on a healthy host
+CHECK_LATENCY = 5e-3  # of a message between hosts, of which those of one site take a tenth at most
 CHECK_LATE = 0.1  # by which a rank is late at the barrier
 CHECK_LONGEST_SPEED = 0.1  # of one operation: larger sizes are left out
 NETWORK_QUESTION = 1.0  # for its answer

@@ -67,6 +67,8 @@ class CommandParser(argparse.ArgumentParser):
         """Refuse a value that an option does not offer, and name the one that was meant."""
         if action.choices is None or value in action.choices:
             return
+        if str(value).endswith(".py"):
+            raise argparse.ArgumentError(action, f"there is no {value!r}; did you mean run {value}?")
         close = difflib.get_close_matches(str(value), action.choices, n=1)
         meant = f"did you mean {close[0]}?" if close else f"choose from {', '.join(action.choices)}"
         raise argparse.ArgumentError(action, f"there is no {value!r}; {meant}")

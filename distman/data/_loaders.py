@@ -214,7 +214,7 @@ def distributed_loader(
     if "generator" in loader_kwargs:
         raise TypeError("generator must be left out: the order of the samples depends on seed. Pass that.")
     own = [name for name in inspect.signature(distributed_loader).parameters if name != "loader_kwargs"]
-    check_options(loader_kwargs, [*inspect.signature(DataLoader).parameters, *own], "distributed_loader")
+    check_options(loader_kwargs, {*inspect.signature(DataLoader).parameters, *own}, "distributed_loader")
     _check_sampling(
         sampler=sampler,
         batch_sampler=batch_sampler,

@@ -322,7 +322,8 @@ class Engine:
             )
         if name not in self._losses:
             raise DistmanError(
-                f"step() must follow a backward() for the same optimizer, got none for {name!r}. Pass its name to both."
+                f"step() must follow a stepper.backward() for the same optimizer, got none for {name!r}. Call that in "
+                "place of loss.backward(), and pass the optimizer's name to both."
             )
         if self._scaler.is_enabled() and name in self._scaled:
             raise DistmanError(

@@ -170,7 +170,7 @@ class ForeignSource:
 
     def _first_total(self, num_own: int) -> int:
         """Return the number of samples of all ranks in an epoch's first step, for which each has a batch then."""
-        checksum = 0 if self._is_compared else _checksum(self._last)
+        checksum = 0 if self._is_compared else _checksum(self._example())
         counts_drawn = self._count is count_samples and getattr(self.batches, "collate_fn", None) is default_collate
         self._own_lengths = _drawn_lengths(self.batches) if counts_drawn else (0, 0)
         if num_own != _num_in_batch(self._num_taken, *self._own_lengths):
@@ -178,8 +178,9 @@ class ForeignSource:
         gathered = _exchange(num_own, self._last is _NOTHING, checksum, *self._own_lengths)
         if checksum and all(row[:3] == gathered[0][:3] for row in gathered) and DistributedManager().is_main:
             logger.warning(
-                "the first batch is the same on all ranks: each seems to read all samples instead of its part. Share "
-                "them out by DataLoader(distributed_stream(dataset)), or pass the dataset instead of a loader"
+                "the first sample is the same on all ranks: each seems to read all samples instead of its part. Use "
+                "distributed_loader(dataset, ...) in place of the loader, or share a stream out by "
+                "DataLoader(distributed_stream(dataset))"
             )
         self._is_compared = True
         are_known = all(row[4] for row in gathered)
@@ -189,6 +190,14 @@ class ForeignSource:
             batch = broadcast_data(None if self._last is _NOTHING else self._last, src=lacking.index(False))
             self._last = batch if self._last is _NOTHING else self._last
         return total
+
+    def _example(self) -> Any:
+        """Return what is the same on all ranks that read the same: a shuffled loader's first batch is not."""
+        if not isinstance(getattr(self.batches, "sampler", None), RandomSampler):
+            return self._last
+        with generators_preserved():
+            loader: Any = self.batches
+            return loader.dataset[0]
 
     def _next_total(self, num_own: int) -> int:
         if not self._lengths:

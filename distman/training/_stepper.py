@@ -6,12 +6,13 @@ import itertools
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from distman._base.arguments import check_number
+from distman._base.moved_names import missing_attribute
 from distman.data import EvaluationLoader, TrainingLoader
 from distman.manager import DistributedManager
 from distman.training._engine import Closure, Engine, StepOptions, to_device
@@ -88,6 +89,11 @@ class Stepper:
         stepper = cls.__new__(cls)
         stepper._engine = engine
         return stepper
+
+    if not TYPE_CHECKING:  # else any name would pass
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(self, name)
 
     def __repr__(self) -> str:
         optimizers = ", ".join(f"{name}={type(one).__name__}" for name, one in self.optimizers.items())

@@ -524,7 +524,7 @@ def wrong_steps():
         (
             once("generator"),
             DistmanError,
-            r"step\(\) must follow a backward\(\) for the same optimizer, got none for 'gen",
+            r"step\(\) must follow a stepper\.backward\(\) for the same optimizer, got none for 'gen",
         ),
         (once("generator", 3), TypeError, "closure must be a function, got 3"),
         (once("generator", lambda: torch.zeros(())), DistmanError, r"closure must call backward\(\) for its optimizer"),

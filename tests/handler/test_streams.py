@@ -323,7 +323,24 @@ def test_ranks_that_read_the_same_are_told_so(rank, monkeypatch):
     assert len([*stepper.batches([torch.ones(2, 1)])]) == 1  # constant data say nothing
     assert told == []
     prepare(DataLoader(stream, batch_size=2))[0].train(2)
-    assert [message.split(":")[0] for message in told] == ["the first batch is the same on all ranks"] * (rank == 0)
+    assert [message.split(":")[0] for message in told] == ["the first sample is the same on all ranks"] * (rank == 0)
+
+
+@ranks(2)
+def test_a_shuffled_loader_is_no_part_either(rank, monkeypatch):
+    told = []
+    monkeypatch.setattr("distman.training._sources.logger.warning", told.append)
+    model = nn.Linear(1, 1)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    own = torch.arange(8.0).reshape(4, 2) + 10 * rank
+    torch.manual_seed(rank)
+    drawn = torch.get_rng_state()
+    assert len([*stepper.batches(DataLoader(own, batch_size=2, sampler=torch.utils.data.RandomSampler(own)))]) == 2
+    torch.set_rng_state(drawn)
+    assert told == []
+    whole = torch.arange(8.0).reshape(4, 2)
+    assert len([*stepper.batches(DataLoader(whole, batch_size=2, shuffle=True))]) == 2
+    assert len(told) == (rank == 0)
 
 
 @ranks(1)

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from distman._job.network import _interface_of, choose_interface, forget_interface, stay_on_this_host
+from distman._job.network import choose_interface, forget_interface, interface_of, stay_on_this_host
 
 NAME = "GLOO_SOCKET_IFNAME"
 
@@ -19,20 +19,20 @@ def unset(monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_the_interface_of_an_address_is_found(address):
+def test_theinterface_of_an_address_is_found(address):
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
     except OSError:
-        assert _interface_of(address) is None
+        assert interface_of(address) is None
     else:
-        assert _interface_of(address) == "lo"
+        assert interface_of(address) == "lo"
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1"])
 def test_an_address_of_another_host_has_none(address):
-    assert _interface_of(address) is None
+    assert interface_of(address) is None
 
 
 @pytest.mark.parametrize("given", ["eth7", None])

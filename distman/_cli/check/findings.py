@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from distman._base import timing
 from distman._cli.check.hosts import RankReport, facts_in, problems_in, warnings_in
 from distman._cli.output import named, shown_ranks
 from distman._cli.units import show_seconds
@@ -24,7 +25,6 @@ K = TypeVar("K", bound=Hashable)
 _LATENCY_MARGIN = 1e-3
 _LARGE_MARGIN = 2e-3
 _COMPUTE_MARGIN = 2e-3
-_SLOW_LATENCY = 5e-3  # seconds, of which hosts of one site have a tenth at most
 _LARGE_BITS = 8 << 20
 _FAST_ENOUGH = 10_000  # Mbit/s, of which one connection has a tenth in any case
 _MAX_NAMED = 3  # slow ranks or links; where there are more, the median is the finding
@@ -163,7 +163,7 @@ def _slow_links(findings: Findings) -> list[str]:
 
 def _slow_by_itself(link: Link, reports: Sequence[RankReport]) -> list[str]:
     """Return what is slow about a link between hosts, with which no other one need be compared."""
-    words = [f"{show_seconds(link.latency)} for 8 B"] if link.latency > _SLOW_LATENCY else []
+    words = [f"{show_seconds(link.latency)} for 8 B"] if link.latency > timing.CHECK_LATENCY else []
     speeds = [
         used.speed
         for used in (reports[rank].used for rank in (link.first, link.second) if reports)

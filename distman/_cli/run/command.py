@@ -129,6 +129,8 @@ def _command(arguments: argparse.Namespace) -> tuple[str, ...]:
         arguments.parser.error("name the script to start, or -m and a module")
     if arguments.is_module:
         return ("-m", *command)
+    if Path(command[0]).name in ("python", "python3") and not Path(command[0]).exists():
+        arguments.parser.error(f"leave out {command[0]!r}: each rank is started with this interpreter")
     if not Path(command[0]).exists():
         arguments.parser.error(f"there is no script {command[0]!r} here")
     return tuple(command)

@@ -48,7 +48,8 @@ class _Told:
     label: Line  # of the group of a collective, for messages
     group: str  # name of its process group, empty for what waits in the store
     number: int  # of the collective in that group
-    is_of_torch: bool  # it is a collective of torch's own
+    is_of_torch: bool  # it is a call of torch's own
+    is_message: bool  # from one rank to another
     is_threaded: bool  # other threads of the program may do what this one does not
     begun: dict[str, int]  # the last collective of this package that the rank has begun, by process group
     begun_in_torch: dict[str, int]  # the same of torch's
@@ -98,6 +99,7 @@ class _Wait:
             group=group,
             number=number,
             is_of_torch=isinstance(self.what, TorchWait),
+            is_message=isinstance(self.what, TorchWait) and self.what.is_message,
             is_threaded=tracking.is_threaded() or self.thread != threading.main_thread().ident,
             begun=progress(),
             begun_in_torch=operations_begun(),
@@ -112,7 +114,10 @@ class _Wait:
             return False
         # A rank that holds an error while it waits has failed, whatever other threads do.
         is_alone = not (mine.is_threaded or told.is_threaded) or mine.error is not None or told.error is not None
-        if isinstance(self.what, StoreWait):
+        if mine.is_message or told.is_message:
+            # Without an error it may have been sent by one that has gone on. It counts as a collective begun, too.
+            return (mine.error is not None or told.error is not None) and rank in self.what.ranks
+        if isinstance(self.what, StoreWait) or not mine.group:
             return is_alone and rank in self.what.ranks
         begun = (told.begun_in_torch if mine.is_of_torch else told.begun).get(mine.group, -1)
         is_in_it = (told.group, told.number, told.is_of_torch) == (mine.group, mine.number, mine.is_of_torch)

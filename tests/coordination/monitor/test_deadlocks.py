@@ -104,6 +104,40 @@ def test_so_it_is_where_its_handler_waits_for_some(monkeypatch, tmp_path, rank, 
             ALL[other]()
 
 
+@pytest.mark.parametrize("other", ["all_gather_v", "all_reduce", "barrier"])
+@pytest.mark.parametrize("one", ["recv", "send"])
+@ranks(3, manager=False)
+def test_so_it_is_where_its_handler_waits_for_a_message(monkeypatch, tmp_path, rank, one, other):
+    begin(monkeypatch, tmp_path)
+    calls = {"recv": lambda to: dist.recv(torch.ones(1), to), "send": lambda to: dist.send(torch.ones(2**24), to)}
+    if rank == 1:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            fail_and_then(lambda: calls[one](2))
+        assert "boom" in f"{caught.value} {caught.value.__context__}"
+    else:
+        with pytest.raises(JobFailed, match=r"rank 1 .*raised ValueError: boom"):
+            ALL[other]()
+
+
+@ranks(2, manager=False)
+def test_nothing_fails_where_a_message_is_late_or_large(monkeypatch, tmp_path, rank):
+    """Nor where it is under way while the rank that has sent it waits for something else."""
+    begin(monkeypatch, tmp_path)
+    large = torch.ones(2**25)
+    for late in range(2):
+        try:
+            raise KeyError("in hand")
+        except KeyError:
+            time.sleep(10 * SHORT * (rank == late))
+            dist.send(large, 1) if rank == 0 else dist.recv(large, 0)
+    work = dist.isend(large, 1) if rank == 0 else time.sleep(10 * SHORT)
+    if rank == 1:
+        dist.recv(large, 0)
+    DistributedManager().barrier()
+    if work is not None:
+        work.wait()
+
+
 @pytest.mark.parametrize("one", sorted(set(FOR_SOME) - {"DDP"}))
 @ranks(3, manager=False)
 def test_nothing_fails_where_who_sends_or_receives_is_late(monkeypatch, tmp_path, rank, one):

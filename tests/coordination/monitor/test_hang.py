@@ -60,7 +60,7 @@ WAITS = {
     "torch's broadcast": lambda _model: dist.broadcast(torch.ones(1), 1),
     "torch's backward pass": lambda model: model(torch.ones(1)).backward(),
     "wait() of a collective of torch's": wait_for_work,
-    "torch's recv": receive,
+    "torch's message from rank 1 to rank 0": receive,
 }
 
 
@@ -80,7 +80,7 @@ def test_a_wait_in_torch_that_lasts_is_reported_once(monkeypatch, tmp_path, rank
     WAITS[name](model)
     if rank == 0:
         (text,) = reports(tmp_path, name)
-        call = r"(, call \d+ in group \S+ of \(0, 1\),)?"
+        call = r"(, call \d+ in group \S+ of \(0, 1\))?,?"
         where = rf"{re.escape(name)}{call} at \S*test_hang.py:\d+( in \S+)?(, in \w+\(\))? for [23] s"
         assert re.match(rf"rank 0 .* waits in {where}", text)
         assert re.search(rf"^in {where}$", text, re.MULTILINE)
