@@ -67,7 +67,7 @@ def decode(data: str | bytes, kind: type[Kind], what: str) -> Kind:
     try:
         if len(data) > _MOST_BYTES:
             raise ValueError(f"it has {len(data)} bytes")
-        value = json.loads(data)
+        value = json.loads(data if isinstance(data, str) else data.decode())  # else json guesses the encoding
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
         raise MalformedMessageError(what, f"{error}") from None
     return checked(value, kind, what)

@@ -127,7 +127,7 @@ def read_contents(folder: Location) -> Metadata:
     try:
         if found != checksum(text):
             raise ValueError("its checksum differs")
-        contents: _Contents = reader_of(_Contents)(json.loads(text))
+        contents: _Contents = reader_of(_Contents)(json.loads(text.decode()))  # else json would guess
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{path} is damaged: {error}. Load another checkpoint.") from error
     results = map(result_of, contents.rows)

@@ -363,7 +363,7 @@ def test_a_training_that_is_interrupted_ends_as_one_that_is_not(number, tmp_path
 
 def test_two_ranks_of_which_one_is_asked_to_stop(preloaded_torchrun, tmp_path):
     """The launcher that goes on with them is another one."""
-    command = words(*PREEMPTION, "--epochs", 15, "--folder", tmp_path / "interrupted")
+    command = words(*PREEMPTION, "--epochs", 7, "--folder", tmp_path / "interrupted")
     with start(["distman", "run", "-n", "2", *command]) as interrupted:
         interrupted.wait_for_output("epoch 2/", timeout=LIMIT)
         ranks_of_it = [one for one in marked(interrupted.marker) if re.search(r"-u \S*preemption.py", one.command)]
@@ -374,7 +374,7 @@ def test_two_ranks_of_which_one_is_asked_to_stop(preloaded_torchrun, tmp_path):
     resumed = output_of(preloaded_torchrun.run(*command, ranks=2, timeout=LIMIT))
     assert resumed.startswith(f"going on after step {step}\n")
     left_alone = preloaded_torchrun.run(
-        *words(*PREEMPTION, "--epochs", 15, "--folder", tmp_path), ranks=2, timeout=LIMIT
+        *words(*PREEMPTION, "--epochs", 7, "--folder", tmp_path), ranks=2, timeout=LIMIT
     )
     assert last_lines(resumed) == last_lines(output_of(left_alone))
 
