@@ -193,10 +193,10 @@ class ForeignSource:
 
     def _example(self) -> Any:
         """Return what is the same on all ranks that read the same: a shuffled loader's first batch is not."""
-        if not isinstance(getattr(self.batches, "sampler", None), RandomSampler):
+        loader: Any = self.batches
+        if self._last is _NOTHING or not isinstance(getattr(loader, "sampler", None), RandomSampler):
             return self._last
         with generators_preserved():
-            loader: Any = self.batches
             return loader.dataset[0]
 
     def _next_total(self, num_own: int) -> int:

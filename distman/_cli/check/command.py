@@ -66,10 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
         if isinstance(error, JobFailed):
             error.acknowledge()
         causes = diagnose(os.environ, environment, Host()) if environment and not environment.local_rank else ()
-        for sentence in (first_line(error), *causes):
+        told = first_line(error) if isinstance(error, JobFailed) else str(error)
+        for sentence in (told, *causes):
             print(f"distman check: {sentence}", file=sys.stderr)
         if arguments.json and (environment is None or environment.rank == 0):
-            _tell_without_job(first_line(error), environment)
+            _tell_without_job(told, environment)
         return 1
     if manager.is_main:
         protection = learn_protection(protection, environment, os.environ)
@@ -100,7 +101,7 @@ def _check_host(*, is_json: bool) -> int:
     from distman._cli.check.quick import problems_of_host
     from distman._coordination.failure.starter import count_oom_kills
 
-    found, host = problems_of_host(), socket.gethostname()
+    found, host = problems_of_host(with_gpus=True), socket.gethostname()
     if is_json:
         print(json.dumps({"host": host, "problems": found, "oom_kills": count_oom_kills(), "is_ok": not found}))
     else:

@@ -66,7 +66,7 @@ def look(environment: LaunchEnvironment, *, is_first: bool) -> RankReport:
         used=next((one for one in found if one.name == name), None),
         others=[one for one in found if one.name != name and one.is_up],
         told=[*diagnose(os.environ, environment, host)] if is_first else [],
-        problems=problems_of_host() if is_first else [],
+        problems=problems_of_host(with_gpus=False) if is_first else [],
     )
 
 

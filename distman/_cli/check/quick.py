@@ -17,16 +17,19 @@ _MEMORY = 256 << 20  # bytes
 _SHARED_MEMORY = 64 << 20  # bytes that must be free in /dev/shm, where loaders and backends put batches and buffers
 
 
-def problems_of_host() -> list[str]:
-    """Return what is wrong with this host, each as "computes wrong numbers": what follows its name in a sentence."""
-    return [*_computing(), *_memory(), *_files()]
+def problems_of_host(*, with_gpus: bool) -> list[str]:
+    """Return what is wrong with this host, each as "computes wrong numbers": what follows its name in a sentence.
+
+    GPUs are to be left out where other ranks hold them, perhaps for themselves alone.
+    """
+    return [*_computing(torch.cuda.device_count() if with_gpus else 0), *_memory(), *_files()]
 
 
-def _computing() -> Iterator[str]:
-    """Multiply matrices of small integers, whose product is exact, on the CPU and on every GPU that is visible."""
+def _computing(num_gpus: int) -> Iterator[str]:
+    """Multiply matrices of small integers, whose product is exact, on the CPU and on GPUs."""
     factor = torch.arange(_SIZE * _SIZE, dtype=torch.float64).remainder(7).reshape(_SIZE, _SIZE)
     expected = (factor.long() @ factor.long()).double()
-    for device in ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]:
+    for device in ["cpu", *(f"cuda:{index}" for index in range(num_gpus))]:
         began = time.monotonic()
         try:
             product = (factor.to(device) @ factor.to(device)).cpu()
