@@ -40,8 +40,11 @@ def _sentence(name: str, rows: Iterable[list[str]], of_manager: str) -> str:
 
 
 def missing_attribute(owner: object, name: str) -> AttributeError:
-    """Return the error for an attribute that an object does not have."""
-    hint = new_name(name, is_of_manager=True)
+    """Return the error for an attribute that an object does not have, or raise again what its property raised."""
+    own = getattr(type(owner), name, None)
+    if isinstance(own, property) and own.fget is not None:
+        own.fget(owner)
+    hint = "" if name.startswith("_") else new_name(name, is_of_manager=True)
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
     # With a hint the interpreter is not to add one of its own, which it takes from the owner's attributes.
     return AttributeError(f"{text}. {hint}", name=name) if hint else AttributeError(text)

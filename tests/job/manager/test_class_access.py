@@ -57,3 +57,10 @@ def test_a_name_that_does_not_exist_is_an_error(name):
     manager = DistributedManager.initialize(device="cpu")
     with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
         getattr(manager, name)
+
+
+def test_an_error_within_a_property_is_not_taken_for_a_missing_name(monkeypatch):
+    manager = DistributedManager.initialize(device="cpu")
+    monkeypatch.setattr(DistributedManager, "process_index", property(lambda self: self._nothing), raising=False)
+    with pytest.raises(AttributeError, match="has no attribute '_nothing'"):
+        _ = manager.process_index
