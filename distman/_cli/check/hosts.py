@@ -105,8 +105,8 @@ def _shared_cores(reports: Sequence[RankReport], peers: Sequence[Peer]) -> Itera
     bound = defaultdict(list)
     for report, peer in zip(reports, peers, strict=True):
         if len(report.cores) < report.num_cores:
-            bound[peer.host, tuple(report.cores)].append(peer.rank)
-    for (host, cores), ranks in bound.items():
+            bound[peer.machine, tuple(report.cores)].append(peer.rank)
+    for ((host, _), cores), ranks in bound.items():
         if len(ranks) > len(cores):
             yield (
                 f"{shown_ranks(ranks)} on {host} take turns on core{'s' * (len(cores) > 1)} {_listed(map(str, cores))} "
@@ -158,7 +158,7 @@ def _speed(folder: Path) -> int:
 
 
 def _interface_of_name() -> str | None:
-    """Return the interface that gloo takes by itself: that of the address which this host's name has."""
+    """Return the interface that gloo uses by default: the one with the address of this host's name."""
     with suppress(OSError):
         return next(filter(None, map(interface_of, addresses_of(socket.gethostname()))), None)
     return None
