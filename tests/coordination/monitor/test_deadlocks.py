@@ -1,5 +1,6 @@
 """Ranks that wait for each other in different calls, and errors whose handlers wait for ranks that wait elsewhere."""
 
+import contextlib
 import itertools
 import random
 import threading
@@ -10,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from distman import DistributedManager, JobFailed, PlanMismatchError, on_rank, surviving_failure
+from distman._coordination import protocol
 from distman.checkpoint import load, save
 from distman.collectives import all_gather_objects, all_gather_v, fused_all_reduce, gather_v
 from distman.testing import ranks
+from tests.launch.processes import poll
 
 SHORT = 0.05  # seconds that a wait lasts before it is told
 DRAWN = random.Random(34)  # noqa: S311 - draws cases
@@ -48,6 +51,13 @@ PAIRS = DRAWN.sample([pair for pair in itertools.permutations(sorted(OURS), 2) i
 WITH_ERROR = DRAWN.sample(
     [pair for pair in itertools.permutations(sorted(ALL), 2) if pair[1] not in DONE_BY_RANK_0], 16
 )
+
+
+def wait_until_told(rank):
+    """Wait until a rank has told the others that it waits."""
+    group = DistributedManager()._state.job.store_group()
+    with contextlib.closing(group.job_store.clone()) as store:
+        assert poll(lambda: store.check([protocol.waiting(rank)]), 60)
 
 
 def begin(monkeypatch, tmp_path):
@@ -128,14 +138,17 @@ def test_nothing_fails_where_a_message_is_late_or_large(monkeypatch, tmp_path, r
         try:
             raise KeyError("in hand")
         except KeyError:
-            time.sleep(10 * SHORT * (rank == late))
+            if rank == late:
+                wait_until_told(1 - rank)
             dist.send(large, 1) if rank == 0 else dist.recv(large, 0)
-    work = dist.isend(large, 1) if rank == 0 else time.sleep(10 * SHORT)
-    if rank == 1:
-        dist.recv(large, 0)
-    DistributedManager().barrier()
-    if work is not None:
+    if rank == 0:
+        work = dist.isend(large, 1)
+        DistributedManager().barrier()
         work.wait()
+    else:
+        wait_until_told(0)  # in its barrier
+        dist.recv(large, 0)
+        DistributedManager().barrier()
 
 
 @pytest.mark.parametrize("one", sorted(set(FOR_SOME) - {"DDP"}))

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 PACKAGE = HERE.parents[2] / "distman"
 JOB = HERE / "job.py"
 NOBODY = "65534"
-TRIES = 300
+TRIES = 1_000
 LIMIT = 120.0
 AS_ANOTHER_USER = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
 IS_MARKED = "pickled"
