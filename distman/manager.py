@@ -318,7 +318,7 @@ class DistributedManager(Place, GroupMethods):
             JobFailed: On every rank that came: another one failed, or left the job.
             RankFailedError: On a rank that came when the others had given up.
             DistmanError: Called where only some ranks run.
-            TypeError: The name is no string, or the timeout no number of seconds.
+            TypeError: The name is not a string, or the timeout is not a number of seconds.
 
         Example on two ranks:
             >>> if rank == 0:

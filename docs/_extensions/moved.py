@@ -1,7 +1,7 @@
 """``.. moved:: accelerate.PartialState``: a table of the names of another library, and of the new ones.
 
 The rows are those of ``moved_names.json`` in the package, whose errors name them too: old names, new names, and what
-differs or why there is no new one.
+differs, or why nothing replaces them.
 Those of NNHandler come from the package that stands in its place, which lists what it refuses, and what it says then.
 """
 
