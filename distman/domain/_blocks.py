@@ -47,6 +47,7 @@ def scatter_domain(
     """
     check_dims(dims)
     groups = {dim: resolve_group(group) for dim, group in dims.items()}
+    _check_weights(weights or {}, {dim: group.size for dim, group in groups.items()})
     listed = list(groups.items())
     found: list[int] | str = _lengths(tensor, dims)
     steps = []
@@ -79,7 +80,7 @@ def gather_domain(tensor: torch.Tensor, dims: Dims, *, everywhere: bool = False)
 
     Raises:
         TypeError: The tensor is a DTensor, or of another class that messages do not carry; ``dims`` is not a mapping.
-        ValueError: Dims or groups do not fit; on every rank: the blocks differ in dtype or in a dim that is not split.
+        ValueError: Dims or groups do not fit; on every rank of a group: its blocks differ in dtype or in another dim.
 
     Example on two ranks:
         >>> full = gather_domain(torch.full((2, rank + 1), rank), {-1: "world"})
@@ -107,14 +108,22 @@ def check_dims(dims: Dims) -> None:
 def block_sizes(length: int, dim: int, num: int, weights: Mapping[int, Sequence[float]] | None) -> list[int]:
     """Return the sizes of the blocks of so many ranks along a dim."""
     shares = (weights or {}).get(dim)
-    if shares is None:
-        return split_sizes(length, num)
-    if len(shares) != num:
-        raise ValueError(
-            f"weights must hold one number for each of the {num} ranks of dim {dim}, got {list(shares)}. Pass as many "
-            "as ranks."
-        )
-    return weighted_sizes(length, shares)
+    return split_sizes(length, num) if shares is None else weighted_sizes(length, shares)
+
+
+def _check_weights(weights: Mapping[int, Sequence[float]], nums: Mapping[int, int]) -> None:
+    """Compare weights with the number of ranks along each dim, which all ranks know."""
+    for dim, shares in weights.items():
+        if dim not in nums:
+            raise ValueError(
+                f"weights must be for the split dims {list(nums)}, got some for dim {dim}. Name such dims."
+            )
+        if len(shares) != nums[dim]:
+            raise ValueError(
+                f"weights must hold one number for each of the {nums[dim]} ranks of dim {dim}, got {list(shares)}. "
+                "Pass as many as ranks."
+            )
+        weighted_sizes(0, shares)
 
 
 def _lengths(tensor: torch.Tensor | None, dims: Dims) -> list[int] | str:
@@ -210,6 +219,8 @@ class DomainDataset(Dataset[tuple[torch.Tensor, ...]]):
         check_dims(dims)
         self._source = arrays
         shapes = [tuple(array.shape) for array in self._arrays()]
+        groups = {dim: resolve_group(group) for dim, group in dims.items()}
+        _check_weights(weights or {}, {dim: group.size for dim, group in groups.items()})
         ndim = len(shapes[0]) if shapes else 0
         if len({shape[:1] for shape in shapes}) != 1 or not all(-ndim < dim < 0 for dim in dims):
             raise ValueError(
@@ -220,8 +231,7 @@ class DomainDataset(Dataset[tuple[torch.Tensor, ...]]):
         self._windows: list[list[tuple[int, int, Boundary]]] = []  # of each array and dim
         for shape in shapes:
             windows: list[tuple[int, int, Boundary]] = [(0, length, "none") for length in shape[1:]]
-            for dim, group in dims.items() if len(shape) == ndim else ():
-                members = resolve_group(group)
+            for dim, members in groups.items() if len(shape) == ndim else ():
                 width = pair(halo.get(dim, 0) if isinstance(halo, Mapping) else halo)
                 beyond = boundary.get(dim, "zeros") if isinstance(boundary, Mapping) else boundary
                 sizes = block_sizes(shape[dim], dim, members.size, weights)
@@ -232,6 +242,7 @@ class DomainDataset(Dataset[tuple[torch.Tensor, ...]]):
         return self._length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        index = range(self._length)[index]  # an empty block is read of no array that would refuse it
         return tuple(map(_read, self._arrays(), itertools.repeat(index), self._windows))
 
     def _arrays(self) -> Sequence[Any]:

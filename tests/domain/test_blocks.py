@@ -38,6 +38,10 @@ def test_misuse_is_an_error_on_all_ranks(rank):
         scatter_domain(torch.ones(3), DIMS)
     with pytest.raises(ValueError, match="weights must hold one number for each of the 2 ranks of dim -1"):
         scatter_domain(torch.ones(3, 3), DIMS, weights={-1: [1]})
+    with pytest.raises(ValueError, match="weights must hold one number for each of the 2 ranks of dim -2"):
+        scatter_domain(torch.ones(3, 3), DIMS, weights={-2: [1, 2, 3]})
+    with pytest.raises(ValueError, match=r"weights must be for the split dims \[-2, -1\], got some for dim 1"):
+        scatter_domain(torch.ones(3, 3), DIMS, weights={1: [1, 2]})
     for call in (
         lambda: scatter_domain(torch.ones(3), -1),
         lambda: gather_domain(torch.ones(3), "rows"),

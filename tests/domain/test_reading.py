@@ -126,6 +126,15 @@ def test_a_halo_that_is_read_is_the_one_that_is_exchanged():
 
 
 @ranks(2)
+def test_it_ends_where_a_block_is_empty(rank):
+    dataset = DomainDataset([np.arange(18.0).reshape(3, 6)], {-1: "world"}, weights={-1: [1, 0]})
+    assert [tuple(block.shape) for (block,) in dataset] == [((6, 0)[rank],)] * 3
+    assert torch.equal(dataset[-1][0], dataset[2][0])
+    with pytest.raises(IndexError):
+        dataset[3]
+
+
+@ranks(2)
 def test_misuse_is_an_error(rank):
     field = np.zeros((3, 4, 6))
     for arrays, dims in (
