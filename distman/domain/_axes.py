@@ -5,24 +5,27 @@ Arithmetic, which comes out the same on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distman.collectives import GroupLike, resolve_group
 
 IntArray = npt.NDArray[np.int64]
 Stretch = tuple[int, int]  # of a dim: where it starts and ends
-_ATTRIBUTE = "_domain_layout"
 
 
 @dataclass(frozen=True)
@@ -67,19 +70,59 @@ class Axis:
 Layout = dict[int, Axis]  # the split dims of a tensor, counted from its end: -1 is the last
 
 
+_layouts: MutableMapping[torch.Tensor, Layout] = WeakIdKeyDictionary()
+# Where a model runs: of each piece of memory how tensors in it are split, by their place there; None: in several ways.
+_Memory = dict[StorageWeakRef, dict[tuple[Any, ...], Layout | None]]
+_memory: ContextVar[_Memory | None] = ContextVar("memory", default=None)
+
+
+def find_layout(tensor: torch.Tensor) -> Layout | None:
+    """Return how a tensor is split, {} if it is whole; None if nobody knows."""
+    found = _layouts.get(tensor)
+    if found is not None or (memory := _memory.get()) is None:
+        return found
+    # The same numbers may come as a new tensor from a function that autograd wraps, such as FSDP's around its units.
+    storage, place = _place_of(tensor)
+    return memory.get(storage, {}).get(place) if storage is not None else None
+
+
 def layout_of(tensor: torch.Tensor) -> Layout:
     """Return how a tensor is split; empty if it is not, or nobody knows."""
-    found: Layout = getattr(tensor, _ATTRIBUTE, {})
-    return found
+    return find_layout(tensor) or {}
+
+
+def set_layout(tensor: torch.Tensor, layout: Layout) -> None:
+    _layouts[tensor] = layout
+    memory, (storage, place) = _memory.get(), _place_of(tensor)
+    if memory is not None and storage is not None:
+        known = memory.setdefault(storage, {})
+        known[place] = layout if known.get(place, layout) == layout else None
+
+
+@contextlib.contextmanager
+def following() -> Iterator[None]:
+    """Follow tensors by their memory, too, for the length of a ``with`` block."""
+    token = _memory.set({})
+    try:
+        yield
+    finally:
+        _memory.reset(token)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[StorageWeakRef | None, tuple[Any, ...]]:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return None, ()
+    return StorageWeakRef(tensor.untyped_storage()), (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+    )
 
 
 def axes_of(tensor: torch.Tensor, layout: Layout, num_dims: int) -> Layout:
     """Return how each of the last dims is cut, also those that are not."""
     return {dim: layout.get(dim) or Axis(None, tensor.shape[dim]) for dim in range(-num_dims, 0)}
-
-
-def set_layout(tensor: torch.Tensor, layout: Layout) -> None:
-    setattr(tensor, _ATTRIBUTE, layout)
 
 
 Boundary = Literal["zeros", "circular", "reflect", "replicate", "none"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distman._torch_internals import outside_graphs, tree_leaves
 from distman.collectives import all_gather_objects, resolve_group
 from distman.domain import _global, _local
 from distman.domain._axes import layout_of
@@ -113,18 +114,53 @@ def decompose(module: nn.Module, dims: Dims, *, check: torch.Tensor | None = Non
     for layer in module.modules():
         if type(layer) in _LAYERS:
             layer.__class__ = _LAYERS[type(layer)]
-            layer._domain, layer._seen = domain, {}  # type: ignore[assignment]  # no modules, nor parameters
-    module.register_forward_pre_hook(domain.begin, with_kwargs=True)
-    module.register_forward_hook(domain.end, always_call=True)
+            layer._domain = domain  # type: ignore[assignment]  # no module, nor parameter
+    module.__class__ = _root(type(module))
+    module._domain = domain  # type: ignore[assignment]
     return module
 
 
+class Root(nn.Module):
+    """A decomposed model, in front of the class that it had."""
+
+    _domain: Domain
+
+    @outside_graphs  # of torch.compile, which does not see how fields are split
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._domain.running(self, args, kwargs):
+            return super().forward(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made: Any = super().__reduce_ex__(protocol)
+        _, (_, *args), *state = made
+        return _new_root, (type(self).__bases__[-1], *args), *state
+
+
+_roots: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _root(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls not in _roots:
+        _roots[cls] = type(cls.__name__, (Root, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    return _roots[cls]
+
+
+def _new_root(cls: type[nn.Module], *args: Any) -> nn.Module:
+    made = _root(cls)
+    return made.__new__(made, *args)
+
+
 def _refuse_unknown(module: nn.Module) -> None:
+    again = [type(one).__name__ for one in module.modules() if isinstance(one, (Root, OnBlocks))]
+    if again:
+        raise ValueError(
+            f"module must not be decomposed yet, got a decomposed {again[0]} in it. Decompose the whole once."
+        )
     kinds = tuple(getattr(nn, name) for name in _MIXING)
     found = [
         f"{name or 'the module itself'} ({type(layer).__name__})"
         for name, layer in module.named_modules()
-        if isinstance(layer, (*kinds, OnBlocks)) or getattr(layer, "return_indices", False)
+        if isinstance(layer, kinds) or getattr(layer, "return_indices", False)
     ]
     if found:
         raise ValueError(
@@ -144,13 +180,14 @@ def _compare(whole: nn.Module, split: nn.Module, dims: Dims, batch: torch.Tensor
         block = block.split(split_sizes(block.shape[dim], members.size), dim)[members.rank]
     problem = ""
     with torch.no_grad():
-        expected = whole(batch)
+        expected = [one for one in tree_leaves(whole(batch)) if isinstance(one, torch.Tensor)]
         try:
-            result = split(block.contiguous())
-            for dim, axis in layout_of(result).items():
-                expected = axis.part(expected, dim)
-            most = float(expected.abs().max()) if expected.numel() else 0
-            torch.testing.assert_close(result, expected, rtol=0, atol=1e-3 * most)
+            results = [one for one in tree_leaves(split(block.contiguous())) if isinstance(one, torch.Tensor)]
+            for result, full in zip(results, expected, strict=True):
+                for dim, axis in layout_of(result).items():
+                    full = axis.part(full, dim)
+                most = float(full.abs().max()) if full.numel() else 0
+                torch.testing.assert_close(result, full, rtol=0, atol=1e-3 * most)
         except (ValueError, AssertionError) as error:
             problem = str(error)
     for group in dims.values():

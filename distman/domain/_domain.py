@@ -5,6 +5,7 @@ Where a function between the layers mixes positions, it is refused.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +18,24 @@ from torch.overrides import TorchFunctionMode
 from distman._coordination.wait_scope import collective
 from distman._torch_internals import tree_map
 from distman.collectives import GroupLike, all_gather_numbers, check_call, resolve_group
-from distman.domain._axes import Axis, Boundary, Layout, Stretch, Windows, axes_of, layout_of, places, set_layout
+from distman.domain._axes import (
+    Axis,
+    Boundary,
+    Layout,
+    Stretch,
+    Windows,
+    axes_of,
+    find_layout,
+    following,
+    layout_of,
+    places,
+    set_layout,
+)
 from distman.domain._halo import Fetch
 from distman.errors import DistmanError
 
 Function = Callable[..., Any]
-Rule = Callable[[str, Function, Sequence[Any], dict[str, Any]], Layout]
+Rule = Callable[[str, Function, Sequence[Any], dict[str, Any]], Layout | None]
 
 
 # Functions that compute along a dim, at this place among their arguments, with this default, and keep its length.
@@ -51,10 +64,21 @@ class Domain:
     def __init__(self, dims: Mapping[int, GroupLike]) -> None:
         self.dims = dict(dims)
         self.guard: Guard | None = None  # while the model runs
+        self.seen: dict[tuple[Any, ...], Layout | None] = {}  # by layer and shape; None: split in several ways
 
-    def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @contextlib.contextmanager
+    def running(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Find out how the inputs are split, and watch over the functions that compute on them."""
-        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        with following():
+            self._lay_out(module, [*_tensors((args, kwargs))])
+            outer, self.guard = self.guard, Guard(module)
+            try:
+                with self.guard:
+                    yield
+            finally:
+                self.guard = outer
+
+    def _lay_out(self, module: torch.nn.Module, tensors: list[torch.Tensor]) -> None:
         ndim = tensors[0].ndim if tensors else 0
         if ndim < max(-dim for dim in self.dims):
             raise ValueError(
@@ -75,54 +99,53 @@ class Domain:
                         f"where the first one is into shards that end at {list(cuts)}, got {list(sizes)}. Split them "
                         "alike."
                     )
+        for tensor in tensors:
+            set_layout(tensor, {})
         for field, layout in zip(fields, layouts, strict=True):
             set_layout(field, layout)
-        self.guard = Guard()
-        self.guard.__enter__()
-
-    def end(self, *_: Any) -> None:
-        guard, self.guard = self.guard, None
-        if guard is not None:
-            guard.__exit__(None, None, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Domain:
         copy = Domain(self.dims)  # groups are not copied
         memo[id(self)] = copy
         return copy
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Domain, (self.dims,)
+
 
 class OnBlocks:
     """A layer of torch, with the same parameters, that computes on blocks what that one does on the full field."""
 
     _domain: Domain
-    _seen: dict[tuple[int, ...], Layout | None]
 
     def compute(self, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         """Return the result, and how it is split."""
         raise NotImplementedError
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        layout, guard = self._layout(input), self._domain.guard
-        if guard is not None:
-            guard.is_paused = True
-        try:
+        with self._domain.guard.paused() if self._domain.guard is not None else contextlib.nullcontext():
+            layout = self._layout(input)
+            output: torch.Tensor
             if not layout:
-                plain: torch.Tensor = super().forward(input)  # type: ignore[misc]  # that of torch's layer
-                return plain
-            output, out_layout = self.compute(input, layout)
-        finally:
-            if guard is not None:
-                guard.is_paused = False
-        set_layout(output, {dim: axis for dim, axis in out_layout.items() if axis.cuts})
+                output, out_layout = super().forward(input), layout  # type: ignore[misc]  # that of torch's layer
+            else:
+                output, out_layout = self.compute(input, layout)
+            set_layout(output, {dim: axis for dim, axis in out_layout.items() if axis.cuts})
         return output
 
     def _layout(self, input: torch.Tensor) -> Layout:
         """Return how the input is split; where it is computed once more for its gradient, as it was before."""
-        layout, shape = layout_of(input), tuple(input.shape)
-        if self._domain.guard is not None:
-            self._seen[shape] = layout if self._seen.get(shape, layout) == layout else None
+        domain, shape = self._domain, tuple(input.shape)
+        if domain.guard is not None:
+            layout = domain.guard.find(input)
+            if layout is None:
+                raise self.refuse(
+                    f"must know how its input is split, got a tensor of shape {shape} that no function of torch has "
+                    f"made from a block. {_INSTEAD['']}"
+                )
+            domain.seen[self, shape] = layout if domain.seen.get((self, shape), layout) == layout else None
             return layout
-        found = layout or self._seen.get(shape)
+        found = layout_of(input) or domain.seen.get((self, shape))
         if found is None:
             raise DistmanError(
                 f"a decomposed {type(self).__name__} must be called within its model, got a call for a tensor of shape "
@@ -181,21 +204,46 @@ def _stretch(tensor: torch.Tensor, dim: int, start: int, end: int, boundary: Bou
 class Guard(TorchFunctionMode):
     """Lets functions compute on blocks that treat each position alone, and knows how their results are split."""
 
-    is_paused = False
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        self._is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        outer, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = outer
+
+    def find(self, tensor: torch.Tensor) -> Layout | None:
+        """Return how a tensor is split, {} if it is whole, as what belongs to the model is; None if nobody knows."""
+        found = find_layout(tensor)
+        return (
+            {} if found is None and (isinstance(tensor, torch.nn.Parameter) or id(tensor) in self._buffers) else found
+        )
+
+    @functools.cached_property
+    def _buffers(self) -> set[int]:
+        return {id(buffer) for buffer in self._module.buffers()}
 
     def __torch_function__(
         self, func: Function, _types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused or not any(map(layout_of, _tensors((args, kwargs)))):
+        if self._is_paused:
             return func(*args, **kwargs)
-        name = _name_of(func)
-        rule = _rule_of(name)
-        if rule is None:
-            raise _refusal(name, "it is not known to treat each position alone")
-        layout = rule(name, func, args, kwargs)
+        given = [self.find(tensor) for tensor in _tensors((args, kwargs))]
+        layout: Layout | None = None if None in given else {}
+        if any(given):
+            name = _name_of(func)
+            rule = _rule_of(name)
+            if rule is None:
+                raise _refusal(name, "it is not known to treat each position alone")
+            layout = rule(name, func, args, kwargs)
         result = func(*args, **kwargs)
-        if layout:
+        if layout is not None:
             for tensor in _tensors(result):
                 set_layout(tensor, layout)
         return result
@@ -227,6 +275,10 @@ def _reading(*_: Any) -> Layout:
     return {}
 
 
+def _unknown(*_: Any) -> None:
+    """Let nobody know how what a tensor is a view of is split."""
+
+
 def _pointwise(name: str, _func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
     """Return the common layout of all arguments; all that extend along a split dim must be split there alike."""
     merged: Layout = {}
@@ -244,6 +296,10 @@ def _pointwise(name: str, _func: Function, args: Sequence[Any], kwargs: dict[str
                     f"known to be split along dim {dim}; pass it to the module as a block",
                 )
     return merged
+
+
+def _of_first(name: str, _func: Function, args: Sequence[Any], _kwargs: dict[str, Any]) -> Layout:
+    return _pointwise(name, _func, args[:1], {})
 
 
 def _along(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
@@ -316,27 +372,30 @@ def _shape_of_result(
 _RULES: dict[str, Rule] = {
     name: rule
     for rule, names in {
+        _unknown: "base",
         _reading: (
             "shape size dtype device dim ndim numel nelement stride is_contiguous requires_grad is_floating_point "
             "is_complex is_cuda layout data_ptr element_size itemsize is_leaf grad_fn names storage_offset len "
-            "is_sparse is_quantized get_device repr hash is_nested version grad is_meta is_cpu register_hook "
+            "is_sparse is_quantized get_device repr hash is_nested version is_meta is_cpu register_hook "
             "retain_grad nbytes is_signed output_nr is_mkldnn is_inference is_shared is_pinned new_zeros new_ones "
             "new_full new_empty"
         ),
         _pointwise: (  # beside those that torch itself calls so
             "truediv floordiv rsub rdiv radd rmul rtruediv rpow iadd isub imul itruediv and or xor invert dropout "
             "relu6 hardtanh alpha_dropout rrelu elu celu selu logsigmoid tanhshrink softsign softshrink hardshrink "
-            "softplus prelu threshold clone contiguous detach to float double half bfloat16 type cpu cuda type_as "
-            "zeros_like ones_like empty_like full_like rand_like randn_like copy data real imag view_as_real "
+            "softplus threshold clone contiguous detach to float double half bfloat16 type cpu cuda type_as "
+            "zeros_like ones_like empty_like full_like rand_like randn_like copy data grad real imag complex polar "
             "leaky_relu gelu silu mish hardswish hardsigmoid relu sigmoid tanh"
         ),
+        _of_first: "prelu",  # whose weights are those of channels
         _along: " ".join(_ALONG),
         _telling: (  # the result no longer has a dim that they compute along, take a part of, or join with another
             "sum mean amax amin var std prod logsumexp any all max min argmax argmin norm vector_norm unbind select "
             "narrow chunk split tensor_split cat concat concatenate stack glu permute transpose movedim moveaxis "
-            "swapaxes swapdims unsqueeze squeeze flatten unflatten repeat linear matmul mm bmm einsum getitem"
+            "swapaxes swapdims unsqueeze squeeze flatten unflatten repeat linear matmul mm bmm einsum getitem "
+            "view_as_real view_as_complex"
         ),
-        _reshaping: "reshape view expand expand_as",
+        _reshaping: "reshape reshape_as view view_as expand expand_as",
     }.items()
     for name in names.split()
 }
@@ -346,5 +405,8 @@ _RULES: dict[str, Rule] = {
 def _rule_of(name: str) -> Rule | None:
     packet = getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-    is_tagged = any(torch.Tag.pointwise in overload.tags for overload in overloads)
+    is_tagged = any(
+        torch.Tag.pointwise in one.tags and all(str(returned.type) == "Tensor" for returned in one._schema.returns)
+        for one in overloads
+    )  # and not torch.equal
     return _RULES.get(name, _pointwise if is_tagged else None)

@@ -13,9 +13,8 @@ from distman._torch_internals import EagerFunction
 from distman.collectives import all_gather_v, fused_all_reduce
 from distman.domain._axes import Layout, axes_of
 from distman.domain._domain import OnBlocks
+from distman.domain._halo import computable
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
-
-_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
 def moments(tensor: torch.Tensor, dims: tuple[int, ...], layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,10 +31,6 @@ def moments(tensor: torch.Tensor, dims: tuple[int, ...], layout: Layout) -> tupl
         mean = (weights * both[:, 0]).sum(0)
         variance = (weights * (both[:, 1] + (both[:, 0] - mean) ** 2)).sum(0)
     return mean, variance
-
-
-def computable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in _IN_FLOAT32 else tensor
 
 
 def _normalized(

@@ -26,9 +26,12 @@ from distman.collectives import (
 from distman.domain._axes import BOUNDARIES, Boundary, Run, Runs, Windows, gaps, longest_halo, plan
 from distman.topology import is_whole_number
 
-_IN_FLOAT32 = (torch.float16, torch.bfloat16)
-
 Halo = int | tuple[int, int]
+
+
+def computable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in whose dtype sums are exact enough."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 class _Along(NamedTuple):
@@ -259,7 +262,7 @@ class Deposit(EagerFunction):
         }
         what = f"sums of windows {layout_of(tensor, dim)} dim {dim} {windows.text}"
         pieces = _swapped(sent, outgoing, own, dim, group, what)
-        total = result.float() if tensor.dtype in _IN_FLOAT32 else result
+        total = computable(result)
         for run, piece in [*((run, _folded(tensor, dim, run)) for run in others), *pieces]:
             run.source_in(total, dim).add_(piece)
         return total.to(tensor.dtype)

@@ -13,6 +13,7 @@ from torch.nn import functional
 from distman.collectives import all_gather_v
 from distman.domain._axes import Axis, Boundary, Layout, Stretch, axes_of, longest_halo
 from distman.domain._domain import OnBlocks, window
+from distman.domain._halo import computable
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
 
 # What each entry of a result is made of, and the weights; None where each is taken as it is.
@@ -82,6 +83,14 @@ class Conv(Windowed):
 
 
 class ConvTranspose(Windowed):
+    def forward(self, input: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
+        if output_size is not None:
+            raise self.refuse(
+                f"must be called without output_size, got {list(output_size)}: that of a block says nothing of the "
+                "field. Give the layer an output_padding"
+            )
+        return super().forward(input)
+
     def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
         self.axes(tensor, layout, self.num_dims)
         out, firsts, paddings, extra = {}, {}, list(self.padding), list(self.output_padding)
@@ -149,8 +158,8 @@ class AdaptivePool(OnBlocks):
 
 
 def _mean(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    total = reduce_from_parallel_region(tensor.sum(dim, keepdim=True), axis.group)
-    return copy_to_parallel_region(total, axis.group) / axis.length
+    total = reduce_from_parallel_region(computable(tensor).sum(dim, keepdim=True), axis.group)
+    return (copy_to_parallel_region(total, axis.group) / axis.length).to(tensor.dtype)
 
 
 def _maximum(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:

@@ -78,6 +78,10 @@ def group_norm(draw, _):
     return nn.GroupNorm(draw.choice([1, 2]), 2, affine=draw.random() < 0.7)
 
 
+def layer_norm(draw, lengths):
+    return nn.LayerNorm(lengths[draw.randrange(len(lengths)) :], elementwise_affine=draw.random() < 0.7)
+
+
 def instance_norm(draw, num):
     layer = getattr(nn, f"InstanceNorm{num}d")(2, affine=draw.random() < 0.5, track_running_stats=draw.random() < 0.5)
     return layer.train(draw.random() < 0.7)
@@ -117,7 +121,7 @@ KINDS = {
     one.__name__: one
     for one in (
         *(conv, conv_transpose, max_pool, avg_pool, adaptive_pool, batch_norm, group_norm, instance_norm, upsample),
-        *(pad, roll, pixel_shuffle, spectral_conv),
+        *(pad, roll, pixel_shuffle, spectral_conv, layer_norm),
     )
 }
 
@@ -126,9 +130,9 @@ def drawn(draw, kind, generator):
     """Return a layer and a field that torch can compute."""
     while True:
         num = 2 if kind == "pixel_shuffle" else draw.choice([1, 2, 2, 3])
-        layer = KINDS[kind](draw, num).double()
         channels = 8 if kind == "pixel_shuffle" else 2
         lengths = [draw.randint(1, 12 if num < 3 else 7) for _ in range(num)]
+        layer = KINDS[kind](draw, lengths if kind == "layer_norm" else num).double()
         field = torch.randn(2, channels, *lengths, dtype=torch.float64, generator=generator)
         for parameter in layer.parameters():
             nn.init.normal_(parameter, generator=generator)

@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from distman import DistmanError, DistributedManager
+from distman.checkpoint import save
 from distman.collectives import all_gather_objects
 from distman.data import distributed_loader
 from distman.domain import DomainDataset, decompose, gather_domain
@@ -117,6 +118,7 @@ REFUSED = {
     "repeated": (lambda x: x.repeat(1, 1, 2, 1), "got repeat: it does not keep dim -2"),
     "square": (lambda x: x @ x.transpose(-1, -2), "got matmul: it does not keep dim -2"),
     "products": (lambda x: torch.einsum("bchw,bchw->bc", x, x), "got einsum: it multiplies fields"),
+    "equal": (lambda x: x if torch.equal(x, x) else -x, "got equal: it is not known"),
 }
 
 
@@ -147,6 +149,8 @@ ALLOWED = {
     "mixed": lambda x: torch.einsum("bihw,oi->bohw", x, torch.ones(3, 2).double()),
     "contracted": lambda x: (x.permute(0, 2, 3, 1) @ torch.ones(2, 2).double()).permute(0, 3, 1, 2),
     "linear": lambda x: functional.linear(x.movedim(1, -1), torch.ones(3, 2).double()).movedim(-1, 1),
+    "complex": lambda x: torch.view_as_real(torch.complex(x, -x)).movedim(-1, 1).flatten(1, 2),
+    "of parts": lambda x: functional.prelu(x, torch.tensor([0.5, -0.5]).double()) + x.contiguous().real,
     "expanded": lambda x: x.expand(2, *x.shape).sum(0) + x.new_zeros(1, 1, 1, 1) + torch.zeros_like(x),
 }
 
@@ -182,7 +186,7 @@ def test_what_is_not_known_is_named():
         with pytest.raises(ValueError, match="dims must name dims, counted from the end"):
             decompose(nn.Conv1d(1, 1, 1), dims)
     model = decompose(nn.Sequential(nn.Conv1d(1, 1, 3)), {-1: "world"})
-    with pytest.raises(ValueError, match=r"got 0 \(BlocksConv1d\)"):
+    with pytest.raises(ValueError, match="module must not be decomposed yet, got a decomposed Sequential"):
         decompose(model, {-1: "world"})
     with pytest.raises(DistmanError, match="a decomposed BlocksConv1d must be called within its model"):
         model[0](torch.ones(1, 1, 5))
@@ -204,6 +208,154 @@ def test_fields_that_are_split_unlike_are_refused_on_all_ranks(rank):
         model(torch.ones(1, 2 + rank), torch.ones(1, 3 - rank))
 
 
+class Same(torch.autograd.Function):
+    """Its gradient is clamped."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x
+
+    @staticmethod
+    def backward(_ctx, grad):
+        return grad.clamp(-1, 1)
+
+
+class Halved(Same):
+    @staticmethod
+    def forward(_ctx, x):
+        return x / 2
+
+
+class Unseen(Same):
+    """Computes as an extension does, past what watches over functions."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        with torch._C.DisableTorchFunction():
+            return x * 2
+
+
+def between_convolutions(function):
+    torch.manual_seed(0)
+    first, last = nn.Conv1d(1, 4, 3, padding=1), nn.Conv1d(4, 1, 3, padding=1)
+    return Calling(lambda self, x: self.layers[1](function(self.layers[0](x))), first, last).double()
+
+
+@pytest.mark.parametrize("way", ["backward hook", "clamped gradient", "own function", "sharded units", "compiled"])
+@ranks(2)
+def test_a_field_is_followed_through_what_autograd_wraps(rank, way):
+    function = {"clamped gradient": Same.apply, "own function": Halved.apply}.get(way, torch.tanh)
+    whole, model = between_convolutions(function), decompose(between_convolutions(function), {-1: "world"})
+    if way == "backward hook":
+        model.layers[1].register_full_backward_hook(lambda *_: None)
+    elif way == "sharded units":
+        model = DistributedManager().wrap_fsdp(model, shard=nn.Conv1d)
+    elif way == "compiled":
+        model = torch.compile(model, backend="eager")
+    field = torch.randn(2, 1, 9, generator=torch.Generator().manual_seed(0)).double()
+    for _ in range(2):
+        result = model(field.split([4, 5], -1)[rank].clone())
+        torch.testing.assert_close(result, whole(field).split([4, 5], -1)[rank], rtol=1e-12, atol=1e-12)
+        result.sum().backward()
+
+
+@ranks(2)
+def test_a_tensor_of_which_nobody_knows_how_it_is_split_is_refused():
+    model = decompose(between_convolutions(Unseen.apply), {-1: "world"})
+    with pytest.raises(ValueError, match="Conv1d in a decomposed model must know how its input is split"):
+        model(torch.ones(1, 1, 3).double())
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("grid", torch.linspace(0, 1, 5)[None, None])
+            self.convolve, self.scale = nn.Conv1d(1, 2, 3), nn.Parameter(torch.ones(1, 1, 5))
+
+        def forward(self, x):
+            of_model = self.convolve(self.grid * 2) + self.convolve(self.scale) + self.convolve(torch.ones(1, 1, 5))
+            return x + of_model.mean()
+
+    model = Positions()
+    expected = model(torch.ones(1, 1, 4))
+    torch.testing.assert_close(decompose(model, {-1: "world"})(torch.ones(1, 1, 2)), expected[..., :2])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+@ranks(2)
+def test_an_interrupted_call_leaves_nothing_behind(error):
+    class Interrupted(nn.Module):
+        error = None
+
+        def forward(self, x):
+            if self.error is not None:
+                raise self.error
+            return x
+
+    model = decompose(nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), Interrupted(), nn.Tanh()), {-1: "world"})
+    block = torch.ones(1, 1, 4)
+    expected = model(block)
+    model[1].error = error
+    with pytest.raises(error):
+        model(block)
+    model[1].error = None
+    assert torch.equal(model(block), expected)
+    assert block.mean() == 1
+
+
+@ranks(2)
+def test_fields_within_other_inputs_are_fields(rank):
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolve = nn.Conv1d(2, 1, 3, padding=1)
+
+        def forward(self, fields, *, scale):
+            return self.convolve(torch.cat(fields["both"], 1)) * scale, scale
+
+    torch.manual_seed(0)
+    model, fields = Joined(), [torch.randn(1, 1, 7) for _ in range(2)]
+    expected, _ = model({"both": fields}, scale=torch.tensor(2.0))
+    blocks = [field.split([3, 4], -1)[rank] for field in fields]
+    result, _ = decompose(model, {-1: "world"})({"both": blocks}, scale=torch.tensor(2.0))
+    torch.testing.assert_close(result, expected.split([3, 4], -1)[rank])
+
+
+@ranks(2)
+def test_blocks_and_results_are_plain_tensors(rank, tmp_path):
+    manager = DistributedManager()
+    manager.initialize_mesh((1, 2), ("rows", "columns"))
+    model = decompose(nn.Sequential(nn.Conv1d(1, 1, 3, padding=1)), {-1: manager.group("columns")})
+    block = torch.ones(1, 1, 4)
+    with torch.no_grad():
+        result = model(block)
+    for tensor in (block, result):
+        assert not vars(tensor)
+        save({"field": tensor}, tmp_path / f"{rank}.pt", local=True)
+        assert torch.equal(torch.load(tmp_path / f"{rank}.pt")["field"], tensor)
+    assert torch.equal(copy.deepcopy(model)(block), result)
+
+
+@ranks(2)
+def test_an_output_size_of_a_block_is_refused():
+    class Enlarged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.ConvTranspose1d(1, 1, 3, 2)
+
+        def forward(self, x):
+            return self.up(x, output_size=[10])
+
+    with pytest.raises(ValueError, match=r"must be called without output_size, got \[10\]"):
+        decompose(Enlarged(), {-1: "world"})(torch.ones(1, 1, 4))
+
+
+@ranks(1, 2)
+def test_a_mean_in_half_precision_is_no_sum_in_it(world_size):
+    field = torch.full((1, 1, 8, 1440), 60.0).half()
+    pool = decompose(nn.AdaptiveAvgPool2d(1), {-1: "world"})
+    assert torch.equal(pool(field.chunk(world_size, -1)[0]), nn.AdaptiveAvgPool2d(1)(field))
+
+
 @ranks(2)
 def test_check_compares_with_the_full_field():
     torch.manual_seed(0)
@@ -214,6 +366,7 @@ def test_check_compares_with_the_full_field():
     before = copy.deepcopy(model.state_dict())
     decompose(model, {-1: "world"}, check=field)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    decompose(Calling(lambda x: {"twice": (2 * x, x), "name": "x"}), {-1: "world"}, check=field)
 
     class Hidden(nn.Module):
         def forward(self, x):
