@@ -155,7 +155,8 @@ def _as_floats(numbers: Mapping[str, _Number]) -> list[float]:
             raise ValueError(f"{name} must be a real number, got {tensor.dtype}. Take its real part.")
     if not tensors:
         return [_as_float(name, value) for name, value in numbers.items()]
-    there = [tensor.detach().double().reshape(()) for tensor in tensors.values()]
+    device = next((tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"), None)
+    there = [tensor.detach().double().reshape(()).to(device) for tensor in tensors.values()]
     fetched = dict(zip(tensors, torch.stack(there).tolist(), strict=True))
     return [fetched[name] if name in fetched else _as_float(name, value) for name, value in numbers.items()]
 
