@@ -16,10 +16,9 @@ from distman._job.job import Job
 from distman._torch_internals import is_distributed_tensor
 from distman.errors import DivergenceError, PlanMismatchError
 
-_COLUMNS = 128
-"""Words in a row: a word's place in its row counts in the sum, its row does not."""
-
-_BITS = (1 << 62) - 1  # of a sum: its negative fits into 64 bits, too
+_COLUMNS = 128  # words in a row
+_ROWS = 1024  # that are added up at once: a MiB, which caches have room for
+_GOLDEN = -0x61C8864680B583EB  # 2**64 over the golden ratio, odd: its multiples lie evenly
 _SHOWN = 5  # names in a message
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -44,9 +43,9 @@ def _compare(tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None, 
     sums = torch.stack([_sum_of_bits(one).to(device) for one in tensors.values()]) if tensors else no_sums
     names = torch.tensor(zlib.crc32("\n".join(tensors).encode()), device=device)
     mine = torch.stack([names, _sum_of_bits(sums)])
-    ends = torch.cat([mine, -mine])
+    ends = torch.cat([mine, ~mine])  # whose largest is that of the smallest, and unlike -mine always a number
     dist.all_reduce(ends, dist.ReduceOp.MAX, group)
-    same_names, same_sums = (ends[:2] == -ends[2:]).tolist()
+    same_names, same_sums = (ends[:2] == ~ends[2:]).tolist()
     if not same_names:
         raise PlanMismatchError(
             f"all ranks must check modules with the same parameters and buffers, got {len(tensors)} on rank "
@@ -100,24 +99,43 @@ def _shared_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _states(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in the optimizers' states; what is no parameter of the module is named by its number."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-    for parameter, state in [item for optimizer in optimizers for item in optimizer.state.items()]:
-        for key, value in sorted(state.items()):
-            if isinstance(value, torch.Tensor):
-                yield f"{key} of {names.get(parameter, 'a parameter')}", value
+    for number, optimizer in enumerate(optimizers):
+        of = f" in optimizer {number}" if len(optimizers) > 1 else ""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for at, parameter in enumerate(parameters):
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                several = isinstance(value, list | tuple)  # as LBFGS has them
+                for place, one in enumerate(value if several else [value]):
+                    if isinstance(one, torch.Tensor):
+                        which = f"{key}[{place}]" if several else key
+                        yield f"{which} of {names.get(parameter, f'parameter {at}')}{of}", one
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number that a changed bit changes, on the tensor's device."""
+    """Return a number that a changed bit, or another order, changes, on the tensor's device."""
     flat = tensor.contiguous().reshape(-1)
     flat = (flat.clone() if flat.storage_offset() else flat).view(torch.uint8)
     num_rows = flat.numel() // (8 * _COLUMNS)
-    rows = flat[: num_rows * 8 * _COLUMNS].view(torch.int64).view(num_rows, _COLUMNS)
-    rest = flat[num_rows * 8 * _COLUMNS :].long()
-    columns = rows.sum(0)
-    total = (columns * _odd_numbers(_COLUMNS, flat.device)).sum() + (rest * _odd_numbers(len(rest), flat.device)).sum()
-    return total & _BITS
+    end = torch.zeros(8 * _COLUMNS, dtype=torch.uint8, device=flat.device)
+    end[: flat.numel() - num_rows * len(end)] = flat[num_rows * len(end) :]
+    rows = flat[: num_rows * len(end)].view(torch.int64).view(num_rows, _COLUMNS)
+    weights = _odd_numbers(_ROWS + _COLUMNS, flat.device)
+    total = torch.zeros(_COLUMNS, dtype=torch.int64, device=flat.device)
+    room = torch.empty(min(max(num_rows, 1), _ROWS), _COLUMNS, dtype=torch.int64, device=flat.device)
+    for number, part in enumerate((*torch.split(rows, _ROWS), end.view(torch.int64)[None])):
+        # The upper half is added to the lower one, too: a sum has no room for the multiples of its highest bits.
+        mixed = torch.bitwise_right_shift(part, 32, out=room[: len(part)])
+        torch.add(part, mixed, alpha=_GOLDEN, out=mixed).mul_(weights[: len(part), None])
+        total += mixed.sum(0) * _as_signed((2 * number + 1) * _GOLDEN)
+    return (total * weights[_ROWS:]).sum()
 
 
 def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
-    return 2 * torch.arange(count, device=device) + 1
+    return 2 * (torch.arange(count, device=device) * _GOLDEN) + 1
+
+
+def _as_signed(number: int) -> int:
+    """Return a number as 64 bits hold it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -69,6 +69,81 @@ def test_one_flipped_bit_is_found_and_its_tensor_and_rank_are_named(rank, seed):
     DistributedManager().barrier()  # the job goes on
 
 
+def wrong_sign(tensor):
+    tensor.neg_()
+
+
+def other_rows(tensor):
+    tensor.copy_(tensor.flip(0))
+
+
+def other_columns(tensor):
+    tensor.copy_(tensor.flip(1))
+
+
+def far_rows(tensor):
+    tensor[[0, -1]] = tensor[[-1, 0]]
+
+
+def top_bits(tensor):
+    data = tensor.view(-1).view(torch.uint8)
+    data[tensor.element_size() - 1 :: tensor.element_size()] ^= 0xC0
+
+
+@ranks(2)
+@pytest.mark.parametrize("change", [wrong_sign, other_rows, other_columns, far_rows, top_bits])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("shape", [(64, 256), (300, 512), (5, 3), (9000, 128)])
+def test_what_a_plain_sum_would_not_see_is_found(rank, change, dtype, shape):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).sign().to(dtype)
+    weight[0, 0], weight[-1, -1] = 2, 3
+    layers = nn.Linear(1, 1, bias=False)
+    layers.weight = nn.Parameter(weight)
+    DistributedManager().check_replicas(layers)
+    if rank == 1:
+        with torch.no_grad():
+            change(layers.weight)
+    with pytest.raises(DivergenceError, match="in weight"):
+        DistributedManager().check_replicas(layers)
+
+
+@ranks(2)
+@pytest.mark.parametrize("which", [0, 1])
+def test_states_of_parameters_beside_the_module_are_compared(rank, which):
+    torch.manual_seed(0)
+    layers, beside = nn.Linear(1, 1), [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    for parameter in (*layers.parameters(), *beside):
+        parameter.grad = torch.ones_like(parameter)
+    optimizers = [torch.optim.Adam([*layers.parameters(), *beside]), torch.optim.SGD(beside, momentum=0.9)]
+    for optimizer in optimizers:
+        optimizer.step()
+    DistributedManager().check_replicas(layers, *optimizers)
+    if rank == 1:
+        optimizers[0].state[beside[which]]["exp_avg"] += 1
+    with pytest.raises(DivergenceError, match=f"differ in exp_avg of parameter {2 + which} in optimizer 0"):
+        DistributedManager().check_replicas(layers, *optimizers)
+
+
+@ranks(2)
+def test_states_in_lists_are_compared(rank):
+    torch.manual_seed(0)
+    layers = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(layers.parameters(), max_iter=4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = layers(torch.ones(1, 2)).exp().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    DistributedManager().check_replicas(layers, optimizer)
+    if rank == 1:
+        optimizer.state[layers.weight]["old_dirs"][-1] += 1
+    with pytest.raises(DivergenceError, match=r"differ in old_dirs\[\d\] of weight"):
+        DistributedManager().check_replicas(layers, optimizer)
+
+
 @ranks(2)
 def test_of_two_ranks_that_differ_both_are_named(rank):
     layers = model()
