@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import queue
 import re
@@ -91,8 +92,10 @@ class StopAgreement:
         last = self._last_step
         if step is None:
             step = 0 if last is None else last + 1
-        if not hasattr(step, "__index__"):
-            raise TypeError(f"step must be a whole number, got {step!r}. Pass the number of the step.")
+        try:
+            step = operator.index(step)  # of NumPy's numbers and tensors, too, which json does not know
+        except TypeError:
+            raise TypeError(f"step must be a whole number, got {step!r}. Pass the number of the step.") from None
         if last is not None and step < last:
             raise ValueError(
                 f"step must not be smaller than the one before, {last}, got {step}. Count the steps of all epochs "

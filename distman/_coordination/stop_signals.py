@@ -99,8 +99,9 @@ class StopSignals:
 
 
 def _ends_at_once(handler: Callable[..., Any]) -> bool:
-    """Return whether a handler saves and ends rank 0 by itself, before the ranks could do so together: submitit's."""
-    return str(getattr(handler, "__module__", "")).partition(".")[0] == "submitit"
+    """Return whether a handler ends its rank by itself, before the ranks could stop together: Python's, submitit's."""
+    is_of_submitit = str(getattr(handler, "__module__", "")).partition(".")[0] == "submitit"
+    return handler is signal.default_int_handler or is_of_submitit
 
 
 def _handler_in_use(number: int) -> Handler:

@@ -7,7 +7,9 @@ import signal
 import threading
 import weakref
 
+import numpy as np
 import pytest
+import torch
 
 from distman._base import timing
 from distman._coordination import preemption
@@ -61,6 +63,17 @@ def test_all_stop_at_the_same_step_whoever_asks_and_whoever_is_ahead(seed):
         steps[rank] += stride
     assert None not in stopped
     assert len(set(stopped)) == 1
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, torch.tensor])
+def test_a_step_may_be_a_number_of_another_library(kind):
+    _, (agreement,) = agreements(1)
+    assert not agreement.decide(kind(0))
+    agreement.request()
+    assert any(agreement.decide(kind(step)) for step in range(1, 100_000))
+    for wrong in (kind, 1.5, torch.tensor(1.5), "3"):
+        with pytest.raises(TypeError, match="step must be a whole number"):
+            agreement.decide(wrong)
 
 
 def test_a_rank_that_computes_or_waits_for_another_one_answers_meanwhile():

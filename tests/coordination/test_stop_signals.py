@@ -41,7 +41,7 @@ def test_what_cannot_ask_for_a_stop_is_refused(name):
         stop_signals({"DISTMAN_STOP_SIGNALS": f"TERM,{name}"})
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGALRM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGALRM, signal.SIGINT, signal.SIGUSR2])
 def test_the_variable_says_which_signals_ask(monkeypatch, number):
     monkeypatch.setenv("DISTMAN_STOP_SIGNALS", f"{number.name}")
     before = signal.getsignal(signal.SIGTERM)
