@@ -100,7 +100,8 @@ def on_rank(
         size = members.size if members is not None else 1
         present = [rank for rank in ranks if rank < size]
         if present:
-            return _run_on(present, run, what, members, barrier=barrier, broadcast=broadcast)
+            share = functools.partial(broadcast_data, src=present[0], group=group) if broadcast else None
+            return _run_on(present, run, what, members, barrier=barrier, share=share)
         return _warn_of_nobody(what, f"of {size} {'rank' if size == 1 else 'ranks'}", members, warned)
 
     return _decorator(f"on_rank({_shown(ranks)})", run_there)
@@ -168,12 +169,13 @@ def on_local_rank(
             present = DistributedManager().ranks_with_local_rank(ranks[0])
         if not present:
             return _warn_of_nobody(what, "on any host", members, warned)
-        result = _run_on(present, run, what, members, barrier=barrier)
-        if not broadcast or members is None:
-            return result
-        node = DistributedManager().resolve_group("node")
-        src = next((index for index, rank in enumerate(node.ranks) if rank in present), None)
-        return broadcast_data(result, src, "node") if src is not None else None
+
+        def share(result: Any) -> Any:
+            node = DistributedManager().resolve_group("node")
+            src = next((index for index, rank in enumerate(node.ranks) if rank in present), None)
+            return broadcast_data(result, src, "node") if src is not None else None
+
+        return _run_on(present, run, what, members, barrier=barrier, share=share if broadcast else None)
 
     return _decorator(f"on_local_rank({_shown(ranks)})", run_there)
 
@@ -259,9 +261,9 @@ def _run_on(
     members: Group | None,
     *,
     barrier: bool = False,
-    broadcast: bool = False,
+    share: Callable[[R | None], R | None] | None = None,
 ) -> R | None:
-    """Run a function on some ranks of a group, and make the outcome that of all."""
+    """Run a function on some ranks of a group, and make the outcome that of all; ``share`` hands out the result."""
     if members is None:
         with Restricted(what, frozenset([0])):
             return run()
@@ -271,7 +273,7 @@ def _run_on(
     runners = frozenset(members.ranks[rank] for rank in ranks)
     region = restriction()
     if region is not None and not region.ranks.issuperset(members.ranks):
-        if (barrier or broadcast) and not runners.issuperset(region.ranks):
+        if (barrier or share is not None) and not runners.issuperset(region.ranks):
             with WaitScope(what):
                 check_all_run_here(members.ranks)
         return run() if is_active else None
@@ -287,7 +289,7 @@ def _run_on(
         is_over = section.succeed() if is_active or barrier else False
         if not is_over:
             section.wait()
-    return broadcast_data(result, ranks[0], members.process_group) if broadcast else result
+    return share(result) if share is not None else result
 
 
 @contextmanager

@@ -232,6 +232,29 @@ def test_nested_calls_wait_for_nobody(rank):
     all_are_well()
 
 
+class Opened(torch.utils.data.Dataset):
+    """Its only sample is what a function returns."""
+
+    def __init__(self, find):
+        self.find = find
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, _):
+        return str(self.find())
+
+
+@pytest.mark.parametrize("decorator", [on_rank(0, broadcast=True), on_local_rank(0, broadcast=True)])
+@ranks(1, 2)
+def test_a_result_is_handed_out_to_nobody_where_nobody_waits(rank, decorator):
+    find = decorator(lambda: 7)
+    assert on_rank(0)(find)() == (7 if rank == 0 else None)
+    found = "7" if rank == 0 else "None"
+    assert list(torch.utils.data.DataLoader(Opened(find), batch_size=None, num_workers=1)) == [found]
+    all_are_well()
+
+
 @ranks(2)
 def test_many_nested_calls_leave_the_outer_one_alone():
     inner = on_rank(0, broadcast=True)(lambda: "inner")
@@ -252,6 +275,8 @@ def test_a_nested_call_that_needs_a_waiting_rank_raises():
 
     with pytest.raises(DistmanError, match=r"on_rank\(0\) of .* must be called where all its ranks run"):
         outer()
+    with pytest.raises((DistmanError, RankFailedError), match=r"on_local_rank\(0\) of .* must be called where all its"):
+        on_rank(1)(on_local_rank(0, broadcast=True)(lambda: 1))()
     all_are_well()
 
 
