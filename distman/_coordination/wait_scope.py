@@ -28,8 +28,8 @@ def note_raised(error: JobFailed) -> JobFailed:
     """Return an error that a wait raises; the watcher then need not raise one itself if it is of the same failure."""
     watcher = current()
     if watcher is not None:
-        if not watcher.has_warned and _is_in_handler(error):
-            watcher.has_warned = True  # what the handler raises ends the program in silence
+        if not watcher.has_warned and (watcher.has_survived or _is_in_handler(error)):
+            watcher.has_warned = True  # what is raised now ends the program in silence
             hook.write(
                 f"distman: {call_site()} waits for other ranks, of which one has failed, and raises JobFailed again. "
                 "Save there with local=True."

@@ -397,6 +397,15 @@ def test_an_error_of_another_rank_can_be_handled(free_port):
         assert re.search(r"saved because rank 1 \(.*\) raised ValueError: boom", rank.stdout)
 
 
+def test_a_wait_after_a_survived_failure_says_where_the_program_ends(free_port):
+    with Job(free_port, "waits_after_survival") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [76, 1, 76]
+    line = line_of('manager.barrier("epoch")')
+    for rank in (finished[0], finished[2]):
+        assert f"distman: {WATCHED}:{line} waits for other ranks" in rank.stderr
+
+
 def test_an_error_of_another_rank_cannot_be_swallowed(free_port):
     with Job(free_port, "swallowed") as job:
         finished = job.wait()

@@ -17,6 +17,7 @@ from distman._base import timing
 from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import (
     Delivery,
+    Stage,
     is_at_end_of_block,
     is_between_programs,
     is_program_over,
@@ -82,6 +83,11 @@ class Interruption:
             yield
         finally:
             self._is_awaited = False
+
+    @property
+    def has_survived(self) -> bool:
+        """Whether the program goes on after the failure."""
+        return self._delivery is not None and self._delivery.stage is Stage.SURVIVED
 
     def restore(self) -> None:
         """Put the earlier signal handler back, in the main thread; elsewhere this one stays, and hands signals over."""

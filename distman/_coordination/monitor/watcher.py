@@ -111,6 +111,11 @@ class Watcher:
         return self.record is not None and self.record.rank != self.rank
 
     @property
+    def has_survived(self) -> bool:
+        """Whether the program goes on after the failure of another rank."""
+        return self._interruption.has_survived
+
+    @property
     def is_on_watch(self) -> bool:
         """Whether a failure of another rank would still be found, since none was yet."""
         return self.record is None and self._thread.is_alive()

@@ -389,6 +389,15 @@ def caught(manager):
         say(f"saved because {str(failure.error).splitlines()[0]}")
 
 
+def waits_after_survival(manager):
+    """A rank that goes on alone comes to a barrier all the same."""
+    with surviving_failure():
+        if manager.rank == 1:
+            raise ValueError("boom")
+        wait_in_python()
+    manager.barrier("epoch")
+
+
 def out_of_memory(manager):
     """Rank 1 has no memory left for its last words, nor for another thread."""
     if manager.rank == 1:
