@@ -200,6 +200,7 @@ class TorchWait:
     members: tuple[int, ...]  # of the group, in the world
     ranks: tuple[int, ...]  # those of them that it is sure to wait for
     is_message: bool = False  # from one rank to another, which may be under way while the other does something else
+    is_for_all: bool = True  # no rank leaves it before all have begun it
 
     @property
     def label(self) -> str:
@@ -240,7 +241,8 @@ def torch_wait_in(frame: FrameType | None, line_of: Callable[[FrameType], str]) 
     members = tuple(dist.get_process_group_ranks(group))
     name = "DistributedDataParallel" if code.co_name.startswith("_") else code.co_name
     awaited = _awaited_in(code.co_name, frame.f_locals, members, group.rank())
-    return TorchWait(f"torch's {name}", line_of(frame), (group.group_name, number), members, awaited)
+    is_for_all, place = code.co_name in _FOR_ALL, (group.group_name, number)
+    return TorchWait(f"torch's {name}", line_of(frame), place, members, awaited, is_for_all=is_for_all)
 
 
 def _message_in(frame: FrameType, line_of: Callable[[FrameType], str]) -> TorchWait | None:
@@ -471,9 +473,10 @@ NO_JOB_WARNING = "torch.distributed is disabled"
 """How ``torch.distributed.checkpoint`` begins its warning that there is one process only."""
 
 _LOST_CONNECTION = re.compile(
-    r"gloo/transport|pair closure|nccl(Remote|System)Error|Connection (closed|reset|timed out)"
+    r"gloo/transport|pair closure|nccl(Remote|System)Error|"
+    r"Connection (closed: this rank|closed by peer: rank|timed out after [\d.]+ s: )"
 )
-
+"""Said by gloo, NCCL, and this package: errors of a program may quote connections to servers of its own."""
 
 _UNREACHABLE = re.compile(r"Connection timed out|No route to host|(Network|Host) is unreachable")
 

@@ -113,15 +113,20 @@ class _Wait:
         if mine is None or mine.key == told.key:
             return False
         # A rank that holds an error while it waits has failed, whatever other threads do.
-        is_alone = not (mine.is_threaded or told.is_threaded) or mine.error is not None or told.error is not None
+        has_failed = mine.error is not None or told.error is not None
+        is_alone = has_failed or not (mine.is_threaded or told.is_threaded)
         if mine.is_message or told.is_message:
             # Without an error it may have been sent by one that has gone on. It counts as a collective begun, too.
-            return (mine.error is not None or told.error is not None) and rank in self.what.ranks
+            return has_failed and rank in self.what.ranks
         if isinstance(self.what, StoreWait) or not mine.group:
             return is_alone and rank in self.what.ranks
         begun = (told.begun_in_torch if mine.is_of_torch else told.begun).get(mine.group, -1)
+        has_begun = begun >= mine.number
+        if isinstance(self.what, TorchWait) and not has_failed:
+            # The program's messages are in these numbers: ranks of which one has sent more than the other are apart.
+            has_begun = not self.what.is_for_all or begun != mine.number - 1
         is_in_it = (told.group, told.number, told.is_of_torch) == (mine.group, mine.number, mine.is_of_torch)
-        return rank in self.what.ranks and (is_in_it or (is_alone and begun < mine.number))
+        return rank in self.what.ranks and (is_in_it or (is_alone and not has_begun))
 
 
 class DeadlockWatch:

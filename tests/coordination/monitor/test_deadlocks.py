@@ -234,6 +234,32 @@ def test_a_rank_that_has_done_its_part_is_not_waited_for(monkeypatch, tmp_path, 
             work.wait()
 
 
+@pytest.mark.parametrize("num_messages", [2, 5])
+@pytest.mark.parametrize("collective", ["gather", "reduce", "all_reduce"])
+@ranks(3, manager=False)
+def test_so_it_is_after_messages_which_count_as_collectives(monkeypatch, tmp_path, rank, num_messages, collective):
+    """Rank 1 is late, rank 0 waits for it, and rank 2, which has done its part, waits for both."""
+    manager = begin(monkeypatch, tmp_path)
+    for _ in range(num_messages):
+        if rank == 0:
+            dist.send(torch.ones(4), 1)
+        elif rank == 1:
+            dist.recv(torch.empty(4), 0)
+    if rank == 1:
+        time.sleep(10 * SHORT)
+    if collective == "gather":
+        dist.gather(torch.ones(1), [torch.empty(1) for _ in range(3)] if rank == 0 else None, dst=0)
+    elif collective == "reduce":
+        dist.reduce(torch.ones(1), 0)
+    elif rank == 2:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+    else:
+        dist.all_reduce(torch.ones(1))
+    manager.barrier()
+    if rank == 2 and collective == "all_reduce":
+        work.wait()
+
+
 @ranks(2, manager=False)
 def test_a_thread_of_the_program_may_do_what_the_main_thread_does_not(monkeypatch, tmp_path, rank):
     manager = begin(monkeypatch, tmp_path)

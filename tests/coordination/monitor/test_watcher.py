@@ -278,6 +278,13 @@ def test_a_lost_connection_is_known_by_its_error(error):
     assert not is_lost_connection(ValueError(str(error)))
 
 
+@pytest.mark.parametrize(
+    "text", ["Connection reset by peer", "Connection closed by server", "Connection timed out", "Broken pipe"]
+)
+def test_a_connection_of_the_program_is_its_own(text):
+    assert not is_lost_connection(RuntimeError(f"upload failed: [Errno 104] {text}"))
+
+
 def test_an_error_of_nccl_need_not_be_about_a_connection():
     assert not is_lost_connection(dist.DistBackendError("CUDA out of memory"))
     assert is_lost_connection(dist.DistBackendError("ncclRemoteError: a call failed, maybe another process exited"))
