@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that clusters and hosts are taken down
+    os.environ["TEST_DISTMAN_WHOLE_END"] = "1"  # of a rank, as of an interpreter: see tests/launch/preloaded/ending.py
     server_variables()  # one process that has imported torch, for all threads
     cases = iter(options.case) if options.case else _wanted(options)
     findings = _Explorer(cases, options).run()
