@@ -121,6 +121,8 @@ class RankCachedDataset(Dataset[Any]):
         ([3, 2], [[0, 1, 2], [3, 4]])
     """
 
+    _is_shard = True  # to be divided no more
+
     def __init__(
         self, dataset: Dataset[Any], *, device: torch.device | str | None = None, group: GroupLike = None
     ) -> None:

@@ -307,6 +307,11 @@ def length_of(dataset: Dataset[Any]) -> int:
             f"dataset must be a map-style dataset with a length, got {type(dataset).__name__}. Share a stream out by "
             "DataLoader(distributed_stream(dataset), batch_size=32), or batch_size=None if it yields batches."
         )
+    if getattr(dataset, "_is_shard", False):
+        raise TypeError(
+            f"dataset must be one that each rank has the whole of, got a {type(dataset).__name__}, which is a shard. "
+            "Pass it to rank_cached_loader."
+        )
     return len(dataset)
 
 

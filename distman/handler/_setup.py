@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from distman._base.arguments import check_choice, check_options
-from distman.data import TrainingLoader, distributed_loader, rank_cached_loader
+from distman.data import RankCachedDataset, TrainingLoader, distributed_loader, rank_cached_loader
 from distman.errors import DistmanError
 from distman.handler._accumulators import Metric
 from distman.handler._events import Callbacks
@@ -249,7 +249,8 @@ def make_loader(method: str, data: Any, options: Mapping[str, Any], *, cached: b
             f"data must not be a {type(data).__name__} without batch_size, which could hold samples or batches. Pass "
             "batch_size for samples, or DataLoader(batches, batch_size=None) for batches that each rank has made."
         )
-    make: Callable[..., Any] = rank_cached_loader if cached else distributed_loader
+    is_cached = cached or isinstance(data, RankCachedDataset)
+    make: Callable[..., Any] = rank_cached_loader if is_cached else distributed_loader
     check_options(options, _options_of(make), method)
     return make(data, evaluation=evaluation, **options)
 

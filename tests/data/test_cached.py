@@ -6,7 +6,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from distman.collectives import all_gather_objects
-from distman.data import RankCachedDataset, rank_cached_loader
+from distman.data import RankCachedDataset, distributed_loader, rank_cached_loader
+from distman.handler import NNHandler
 from distman.testing import ranks
 
 
@@ -100,3 +101,14 @@ def test_samples_that_cannot_be_cached():
         RankCachedDataset(Samples(0))
     with pytest.raises(TypeError, match="device must be left out: the dataset is cached already"):
         rank_cached_loader(RankCachedDataset(Samples(2)), device="cpu")
+
+
+@ranks(2)
+def test_a_shard_is_divided_no_more(rank):
+    samples = TensorDataset(torch.arange(10.0)[:, None])
+    shard = RankCachedDataset(samples)
+    for call in (distributed_loader, lambda data: distributed_loader(data, evaluation=True), RankCachedDataset):
+        with pytest.raises(TypeError, match=r"got a RankCachedDataset, which is a shard\."):
+            call(shard)
+    predicted = NNHandler(torch.nn.Flatten).predict(shard, batch_size=2)
+    assert predicted is None if rank else torch.equal(predicted, torch.arange(10.0)[:, None])
