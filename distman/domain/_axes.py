@@ -5,21 +5,18 @@ Arithmetic, which comes out the same on every rank.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import sys
 import zlib
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distman.collectives import GroupLike, resolve_group
@@ -71,19 +68,33 @@ Layout = dict[int, Axis]  # the split dims of a tensor, counted from its end: -1
 
 
 _layouts: MutableMapping[torch.Tensor, Layout] = WeakIdKeyDictionary()
-# Where a model runs: of each piece of memory how tensors in it are split, by their place there; None: in several ways.
-_Memory = dict[StorageWeakRef, dict[tuple[Any, ...], Layout | None]]
-_memory: ContextVar[_Memory | None] = ContextVar("memory", default=None)
 
 
 def find_layout(tensor: torch.Tensor) -> Layout | None:
     """Return how a tensor is split, {} if it is whole; None if nobody knows."""
     found = _layouts.get(tensor)
-    if found is not None or (memory := _memory.get()) is None:
-        return found
-    # The same numbers may come as a new tensor from a function that autograd wraps, such as FSDP's around its units.
-    storage, place = _place_of(tensor)
-    return memory.get(storage, {}).get(place) if storage is not None else None
+    return _of_same_numbers(tensor) if found is None else found
+
+
+def _of_same_numbers(tensor: torch.Tensor) -> Layout | None:
+    """Return how other tensors of the same numbers are split, if all of them are split alike.
+
+    A function that autograd wraps, such as FSDP's around its units, may return what it is given as a new tensor.
+    """
+    found: Layout | None = None
+    place = _place_of(tensor)
+    for other, layout in _layouts.items():
+        if _place_of(other) == place is not None:
+            if found is not None and found != layout:
+                return None
+            found = layout
+    return found
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
@@ -93,31 +104,6 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 def set_layout(tensor: torch.Tensor, layout: Layout) -> None:
     _layouts[tensor] = layout
-    memory, (storage, place) = _memory.get(), _place_of(tensor)
-    if memory is not None and storage is not None:
-        known = memory.setdefault(storage, {})
-        known[place] = layout if known.get(place, layout) == layout else None
-
-
-@contextlib.contextmanager
-def following() -> Iterator[None]:
-    """Follow tensors by their memory, too, for the length of a ``with`` block."""
-    token = _memory.set({})
-    try:
-        yield
-    finally:
-        _memory.reset(token)
-
-
-def _place_of(tensor: torch.Tensor) -> tuple[StorageWeakRef | None, tuple[Any, ...]]:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-        return None, ()
-    return StorageWeakRef(tensor.untyped_storage()), (
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.storage_offset(),
-    )
 
 
 def axes_of(tensor: torch.Tensor, layout: Layout, num_dims: int) -> Layout:

@@ -26,7 +26,6 @@ from distman.domain._axes import (
     Windows,
     axes_of,
     find_layout,
-    following,
     layout_of,
     places,
     set_layout,
@@ -69,14 +68,13 @@ class Domain:
     @contextlib.contextmanager
     def running(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Find out how the inputs are split, and watch over the functions that compute on them."""
-        with following():
-            self._lay_out(module, [*_tensors((args, kwargs))])
-            outer, self.guard = self.guard, Guard(module)
-            try:
-                with self.guard:
-                    yield
-            finally:
-                self.guard = outer
+        self._lay_out(module, [*_tensors((args, kwargs))])
+        outer, self.guard = self.guard, Guard(module)
+        try:
+            with self.guard:
+                yield
+        finally:
+            self.guard = outer
 
     def _lay_out(self, module: torch.nn.Module, tensors: list[torch.Tensor]) -> None:
         ndim = tensors[0].ndim if tensors else 0
@@ -220,9 +218,10 @@ class Guard(TorchFunctionMode):
     def find(self, tensor: torch.Tensor) -> Layout | None:
         """Return how a tensor is split, {} if it is whole, as what belongs to the model is; None if nobody knows."""
         found = find_layout(tensor)
-        return (
-            {} if found is None and (isinstance(tensor, torch.nn.Parameter) or id(tensor) in self._buffers) else found
-        )
+        if found is None and (isinstance(tensor, torch.nn.Parameter) or id(tensor) in self._buffers):
+            found = {}
+            set_layout(tensor, found)  # to be found at once from now on
+        return found
 
     @functools.cached_property
     def _buffers(self) -> set[int]:
@@ -282,14 +281,15 @@ def _unknown(*_: Any) -> None:
 def _pointwise(name: str, _func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
     """Return the common layout of all arguments; all that extend along a split dim must be split there alike."""
     merged: Layout = {}
-    everything = list(_tensors((args, kwargs)))
-    for tensor in everything:
-        for dim, axis in layout_of(tensor).items():
-            if merged.setdefault(dim, axis) != axis:
+    given = [(tensor, layout_of(tensor)) for tensor in _tensors((args, kwargs))]
+    for _, layout in given:
+        for dim, axis in layout.items():
+            other = merged.setdefault(dim, axis)
+            if other is not axis and other != axis:
                 raise _refusal(name, f"its fields are split unlike along dim {dim}")
-    for tensor in everything:
-        for dim in merged:
-            if dim not in layout_of(tensor) and tensor.ndim >= -dim and tensor.shape[dim] != 1:
+    for tensor, layout in given:
+        for dim in merged.keys() - layout.keys():
+            if tensor.ndim >= -dim and tensor.shape[dim] != 1:
                 raise _refusal(
                     name,
                     f"a tensor of shape {tuple(tensor.shape)}, which was made in the module or belongs to it, is not "
