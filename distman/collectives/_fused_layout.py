@@ -282,21 +282,29 @@ def _buffer_dtype(dtypes: Sequence[torch.dtype], operation: str, wish: torch.dty
         raise ValueError(
             f"complex tensors must be summed or averaged, got op {operation}. Reduce their real and imaginary parts."
         )
+    if wish is not None and wish not in _BUFFER_DTYPES:
+        raise ValueError(
+            f"buffer_dtype must be a float or integer dtype that the backends reduce, got {wish}. Choose one such as "
+            "torch.float64."
+        )
+    # Whatever the buffer, each comes back in its own dtype, which would cut a mean off.
+    if operation == "avg" and (len(floats) < len(dtypes) or not (wish is None or wish.is_floating_point)):
+        beside = f" with buffer_dtype {wish}" if wish is not None else ""
+        raise ValueError(
+            f"integers must not be averaged, got op avg of {_names(dtypes)}{beside}. Convert them to floats, or sum "
+            "them."
+        )
     if wish is not None:
-        if wish not in _BUFFER_DTYPES:
-            raise ValueError(
-                f"buffer_dtype must be a float or integer dtype that the backends reduce, got {wish}. Choose one such "
-                "as torch.float64."
-            )
         return wish
     if floats and len(floats) < len(dtypes):
         raise ValueError(
             "tensors must be all integers or all floats unless buffer_dtype says what to convert them to, got "
-            f"{', '.join(sorted({str(dtype) for dtype in dtypes}))}. Reduce the integers separately, or set "
-            "buffer_dtype."
+            f"{_names(dtypes)}. Reduce the integers separately, or set buffer_dtype."
         )
-    if not floats and operation == "avg":
-        raise ValueError("integers must not be averaged, got op avg. Sum them, or set buffer_dtype to a float.")
     if not floats:
         return torch.int64
     return functools.reduce(torch.promote_types, [_REAL.get(dtype, dtype) for dtype in floats], torch.float32)
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(sorted({str(dtype) for dtype in dtypes}))

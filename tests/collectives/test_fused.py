@@ -34,6 +34,7 @@ def test_a_tensor_and_nothing():
     assert fused_all_reduce(torch.ones(2)).tolist() == [2, 2]
     assert fused_all_reduce({}) == {}
     assert fused_all_reduce([]) == []
+    assert fused_all_reduce({}, op="avg") == {}
     result, work = fused_all_reduce([], async_op=True)
     assert result == []
     assert work.wait()
@@ -274,7 +275,16 @@ def test_wrong_types_are_found_without_a_manager(tensors, arguments, message):
         ({"a": 1.0}, {}, TypeError, r"got float at \['a'\]"),
         ("text", {}, TypeError, "got str at the top"),
         (torch.ones(1), {"op": "median"}, ValueError, "op must be one of sum, avg, max, min, product, got 'median'"),
-        (torch.ones(1, dtype=torch.int64), {"op": "avg"}, ValueError, "integers must not be averaged"),
+        *[
+            (tensors, {"op": "avg", "buffer_dtype": buffer_dtype}, ValueError, "integers must not be averaged")
+            for tensors, buffer_dtype in [
+                (torch.ones(1, dtype=torch.int64), None),
+                (torch.ones(1, dtype=torch.int32), torch.float64),  # the mean would be cut off
+                ({"length": torch.tensor(1), "loss": torch.tensor(0.5)}, torch.float64),
+                ([torch.ones(1, dtype=torch.bool), torch.ones(1)], None),
+                (torch.ones(1), torch.int64),  # and here the terms
+            ]
+        ],
         (torch.ones(1, dtype=torch.complex64), {"op": "max"}, ValueError, "complex tensors must be summed"),
     ],
 )
