@@ -29,6 +29,7 @@ from distman.collectives._headers import HEADER_WORDS, MESSAGE_WORDS, check_sign
 from distman.collectives._result_memory import new_empty
 from distman.collectives._transport import carrier_of, reaches_all
 from distman.collectives._validation import GroupLike, resolve_group
+from distman.errors import DistmanError, JobFailed
 from distman.manager import DistributedManager
 
 T = TypeVar("T")
@@ -199,7 +200,7 @@ class FusedWork:
 
     def __init__(self, finish: Callable[[], None] | None) -> None:
         self._finish = finish
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def wait(self) -> bool:
         """Wait until the results are there; again and again if you like.
@@ -211,24 +212,30 @@ class FusedWork:
 
         Raises:
             PlanMismatchError: On every rank: the ranks differ in keys, shapes, dtypes or operation.
+            DistmanError: An earlier wait was interrupted, by Ctrl-C say.
         """
         finish, self._finish = self._finish, None
-        try:
-            if finish is not None:
+        if finish is not None:
+            self._error = DistmanError(
+                "wait() must last until the results are there, got an interruption of an earlier one. They do not "
+                "arrive any more, and the group's connections are closed: reduce again in a new group."
+            )
+            try:
                 finish()
-        except Exception as error:  # raised here, and again by every later wait
-            self._error = error
-            raise
+            except (Exception, JobFailed) as error:  # raised here, and again by every later wait
+                self._error = error
+                raise
+            self._error = None
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the results are there: on one process, and after :meth:`wait`.
+        """Return whether the results are there: on one process, and after a :meth:`wait` that did not raise.
 
         Local.
         """
-        return self._finish is None
+        return self._finish is None and self._error is None
 
 
 @outside_graphs

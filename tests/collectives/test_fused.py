@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distman import DistributedManager, PlanMismatchError
+from distman import DistmanError, DistributedManager, PlanMismatchError
 from distman.collectives import fused_all_reduce
 from distman.testing import ranks
 from tests.collectives.reference import check_against_one_process, check_gradients_numerically, losses, random_tensor
@@ -348,6 +348,26 @@ def test_an_error_stays_an_error(rank):
     for _ in range(2):
         with pytest.raises(PlanMismatchError):
             work.wait()
+        assert not work.is_completed()
+
+
+@pytest.mark.parametrize("length", [1, LARGE])
+@ranks(2)
+def test_results_that_were_not_waited_for_to_the_end_never_pass_for_results(monkeypatch, length):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    DistributedManager.create_process_subgroup("pair", 2)
+    result, work = fused_all_reduce(torch.full((length,), 1.0), group="pair", async_op=True)
+    monkeypatch.setattr(result, "copy_", interrupt)  # Ctrl-C arrives within wait()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    monkeypatch.undo()
+    for _ in range(2):
+        assert not work.is_completed()
+        with pytest.raises(DistmanError, match="until the results are there, got an interruption of an earlier one"):
+            work.wait()
+    assert fused_all_reduce(torch.ones(1)) == 2
 
 
 @ranks(2)
