@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -117,10 +119,17 @@ def _exchange(
 def begin_sum(message: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
     """Begin to add up the first messages of a call, and return what waits for the sum, maybe in the message."""
     check_all_run_here(group.ranks, "the backward pass of a collective")
-    announce(group, "the first message")
+    call, _ = announce(group, "the first message")
     with ClosedByErrors(group):
-        finish = transport_of(group, message.device).begin_sum(message)
-    return _closing(group, finish)
+        finish = _closing(group, transport_of(group, message.device).begin_sum(message))
+
+    def finish_call() -> torch.Tensor:
+        wait = current_wait()
+        if wait is not None and wait.call is not call:  # another wait than the one that began it
+            wait.call = dataclasses.replace(call, since=time.monotonic())
+        return finish()
+
+    return finish_call
 
 
 def begin_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> Callable[[], torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from distman._coordination.wait_scope import traceable_collective
+from distman._coordination.wait_scope import WaitScope, raise_if_failed, traceable_collective
 from distman._job.groups.registry import Group, process_group_of
 from distman._torch_internals import (
     EagerFunction,
@@ -221,7 +221,7 @@ class FusedWork:
                 "arrive any more, and the group's connections are closed: reduce again in a new group."
             )
             try:
-                finish()
+                _wait_for(finish)
             except (Exception, JobFailed) as error:  # raised here, and again by every later wait
                 self._error = error
                 raise
@@ -236,6 +236,13 @@ class FusedWork:
         Local.
         """
         return self._finish is None and self._error is None
+
+
+@outside_graphs
+def _wait_for(finish: Callable[[], None]) -> None:
+    with WaitScope("wait() of fused_all_reduce"):
+        raise_if_failed()
+        finish()
 
 
 @outside_graphs

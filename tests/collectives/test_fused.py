@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distman import DistmanError, DistributedManager, PlanMismatchError
+from distman import DistmanError, DistributedManager, JobFailed, PlanMismatchError
 from distman.collectives import fused_all_reduce
-from distman.testing import ranks
+from distman.testing import kill_rank, ranks
 from tests.collectives.reference import check_against_one_process, check_gradients_numerically, losses, random_tensor
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -368,6 +368,20 @@ def test_results_that_were_not_waited_for_to_the_end_never_pass_for_results(monk
         with pytest.raises(DistmanError, match="until the results are there, got an interruption of an earlier one"):
             work.wait()
     assert fused_all_reduce(torch.ones(1)) == 2
+
+
+@pytest.mark.gloo_only("a rank that is gone breaks no connection of NCCL")
+@ranks(2, 3, dies=[1], manager=False)
+def test_a_death_before_the_results_are_there_is_the_failure_of_the_job(monkeypatch, rank):
+    monkeypatch.setenv("DISTMAN_WATCH", "1")
+    DistributedManager.initialize()
+    fused_all_reduce(torch.ones(1))
+    work = fused_all_reduce(torch.ones(1), async_op=True)[1] if rank != 1 else None
+    dist.barrier()
+    kill_rank(1)
+    for _ in range(2):
+        with pytest.raises(JobFailed, match="rank 1"):
+            work.wait()
 
 
 @ranks(2)

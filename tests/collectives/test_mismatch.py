@@ -79,6 +79,14 @@ CALLS = {
         ),
         "fused_all_reduce",
     ),
+    "fused and waited for later": (
+        lambda rank, group: (
+            all_gather_v(torch.ones(2), [2, 2], group=group)
+            if rank
+            else fused_all_reduce(torch.ones(2), group=group, async_op=True)[1].wait()
+        ),
+        r"fused_all_reduce the first message.*\n  rank 1 .* all_gather_v ",
+    ),
     "dst": (lambda rank, group: gather_v(torch.ones(2), [2, 2], dst=rank, group=group), "dst 1"),
     "dst that only receives": (lambda rank, group: gather_v(torch.ones(2), [2, 2], 0, 1 - rank, group), "dst 0"),
     "src": (lambda rank, group: scatter_v(torch.ones(2), [1, 1], src=rank, group=group), "from group rank 1"),
