@@ -187,7 +187,7 @@ def distributed_transpose(
         raise ValueError(f"dim0 and dim1 must be two dims, got {dim0} twice. Choose two different dims.")
     tensor, lengths, dim1 = shard_sizes("distributed_transpose", tensor, sizes, dim1, members)
     parts = split_sizes(tensor.shape[dim0], members.size)
-    _note(f"sizes {lengths}")
+    _note(f"sizes {lengths} and {tensor.shape[dim0]} along dim {dim0}")
     result: torch.Tensor = AllToAll.apply(tensor, dim0, parts, dim1, lengths, members)
     return result
 

@@ -102,6 +102,14 @@ CALLS = {
         lambda rank, group: distributed_transpose(torch.ones(2, 2), 0, 1, group, sizes=[[2, 3], [3, 2]][rank]),
         r"sizes \[3, 2\]",
     ),
+    "length of a transpose": (
+        lambda rank, group: distributed_transpose(torch.ones(4 + 3 * rank, 2), 0, 1, group, sizes=[2, 2]),
+        r"and 4 along dim 0 .*\n  rank 1 .* and 7 along dim 0",
+    ),
+    "length of a transpose, in parts of one length": (
+        lambda rank, group: distributed_transpose(torch.ones(2, 5 + rank), -1, 0, group, sizes=[2, 2]),
+        "6 along dim 1",
+    ),
     "objects beside tensors": (
         lambda rank, group: all_gather_objects(3, group) if rank else all_gather_v(torch.ones(2), group=group),
         "all_gather_objects",
