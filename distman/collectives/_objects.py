@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import io
 import json
+import operator
 import pickle
+import sys
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -39,6 +43,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 _LEAST_IN_PARTS = 2**20  # bytes: from here on memory goes to ranks of this host in parts
 _LARGE_BYTES = 65_536  # from here on memory travels by itself: copying it into the message would cost more
+_LACKS_NAME = 2  # what a rank brings in place of 1, which stands for an error
 
 
 @collective
@@ -73,33 +78,36 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
     members = resolve_group(group)
     _debug.compare_calls("broadcast_data", members, src=src)
     check_member("src", src, members)
-    if members.size == 1:
-        return data
-    device = control_device(members)
-    is_source = members.rank == src
-    seal = Seal(members)
-    packed, error = _attempt(_pack, data, seal) if is_source else (None, None)
+    return data if members.size == 1 else cast("T", _broadcast(data, src, members))
+
+
+def _broadcast(data: object, src: int, group: Group, *, by_value: bool = False) -> object:
+    device = control_device(group)
+    is_source = group.rank == src
+    seal = Seal(group)
+    packed, error = _attempt(_pack, data, seal, by_value=by_value) if is_source else (None, None)
     text, memories = packed or (b"", [])
-    goes_in_parts = is_source and reaches_all(members, torch.device("cpu"))
-    length, in_parts = broadcast_numbers([len(text), goes_in_parts], src, members)
+    goes_in_parts = is_source and reaches_all(group, torch.device("cpu"))
+    length, in_parts = broadcast_numbers([len(text), goes_in_parts], src, group)
     message = _to_bytes(text, device) if is_source else _room(length, device)
-    broadcast(message, src, members)
+    broadcast(message, src, group)
     if not is_source and length:
         opened, error = _attempt(_open, _to_text(message), seal, src)
         text, memories = opened or (b"", [])
-    _raise_everywhere(error, members)
+    _raise_everywhere(error, group)
     for memory in memories:
         if in_parts and memory.device.type == "cpu" and memory.numel() >= _LEAST_IN_PARTS:
-            broadcast_parts(memory, src, members)
-        elif memory.device.type in members.device_types:
-            broadcast(memory, src, members)
+            broadcast_parts(memory, src, group)
+        elif memory.device.type in group.device_types:
+            broadcast(memory, src, group)
         else:  # by way of a device that the group can reach
             staged = memory.to(device)
-            broadcast(staged, src, members)
+            broadcast(staged, src, group)
             memory.copy_(staged)
     received, error = (data, None) if is_source else _attempt(_unpickle, text, memories)
-    _raise_everywhere(error, members)
-    return cast("T", received)
+    if _raise_everywhere(error, group, may_repeat=not by_value):
+        return _broadcast(data, src, group, by_value=True)
+    return received
 
 
 def broadcast_if_ddp(data: T, src: int = 0) -> T:
@@ -183,12 +191,12 @@ def all_gather_objects(data: T, group: GroupLike = None) -> list[T]:
     return _collect(data, members, range(members.size)) or []
 
 
-def _collect(data: T, group: Group, receivers: Sequence[int]) -> list[T] | None:
+def _collect(data: T, group: Group, receivers: Sequence[int], *, by_value: bool = False) -> list[T] | None:
     if group.size == 1:
         return [data]
     device = control_device(group)
     seal = Seal(group)
-    packed, error = _attempt(_pack, data, seal, is_whole=True)
+    packed, error = _attempt(_pack, data, seal, is_whole=True, by_value=by_value)
     mine = _to_bytes(packed[0] if packed else b"", device)
     lengths = [length for (length,) in all_gather_numbers([len(mine)], group)]
     receives = group.rank in receivers
@@ -198,17 +206,23 @@ def _collect(data: T, group: Group, receivers: Sequence[int]) -> list[T] | None:
     for rank, buffer in enumerate(buffers if receives else ()):
         if error is None and rank != group.rank and buffer.numel():
             found[rank], error = _attempt(_unseal, _to_text(buffer), seal, rank)
-    _raise_everywhere(error, group)
+    if _raise_everywhere(error, group, may_repeat=not by_value):
+        return _collect(data, group, receivers, by_value=True)
     return found if receives else None
 
 
 class _Pickler(StoragePickler):
-    """Leaves large memories of tensors out unless it is whole, and takes small ones off their accelerator."""
+    """Leaves large memories of tensors out unless it is whole, and takes small ones off their accelerator.
 
-    def __init__(self, file: io.BytesIO, *, is_whole: bool) -> None:
+    Unless ``by_value``, what the script defines goes by name, as in a plain pickle: ranks run the same script, and a
+    copy of another rank's class would be foreign, with the globals of that rank.
+    """
+
+    def __init__(self, file: io.BytesIO, *, is_whole: bool, by_value: bool) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.memories: list[torch.Tensor] = []
         self._is_whole = is_whole
+        self._by_value = by_value
         self._ids: dict[int, tuple[int, object]] = {}
         self._kept: list[object] = []  # what is gone may lend its id to something else
 
@@ -229,7 +243,18 @@ class _Pickler(StoragePickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
             obj = pickled(obj)
+        elif not self._by_value and isinstance(obj, type | FunctionType) and _is_of_script(obj):
+            return NotImplemented
         return super().reducer_override(obj)
+
+
+def _is_of_script(obj: type | FunctionType) -> bool:
+    """Return whether the script of this rank has a class or function under its name."""
+    if obj.__module__ != "__main__":
+        return False
+    with contextlib.suppress(AttributeError):
+        return operator.attrgetter(obj.__qualname__)(sys.modules["__main__"]) is obj
+    return False
 
 
 class _Unpickler(pickle.Unpickler):
@@ -248,6 +273,13 @@ class _Unpickler(pickle.Unpickler):
             self._made[number] = memory.untyped_storage()
         return self._made[number]
 
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except AttributeError as error:
+            error.obj = sys.modules.get(module)
+            raise
+
 
 def _attempt(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R | None, Exception | None]:
     """Return what a function returns, or else its error: whatever a program's object raises is raised on all ranks."""
@@ -257,10 +289,12 @@ def _attempt(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tup
         return None, error
 
 
-def _pack(data: object, seal: Seal, *, is_whole: bool = False) -> tuple[bytes, list[torch.Tensor]]:
+def _pack(
+    data: object, seal: Seal, *, is_whole: bool = False, by_value: bool = False
+) -> tuple[bytes, list[torch.Tensor]]:
     """Return the sealed pickle, and the memories that were left out of it."""
     file = io.BytesIO()
-    pickler = _Pickler(file, is_whole=is_whole)
+    pickler = _Pickler(file, is_whole=is_whole, by_value=by_value)
     pickler.dump(data)
     if is_whole:
         return seal.put_on(file.getvalue()), []
@@ -283,11 +317,17 @@ def _unpickle(text: bytes, memories: Sequence[torch.Tensor]) -> Any:
     return _Unpickler(io.BytesIO(text), memories).load()
 
 
-def _raise_everywhere(error: Exception | None, group: Group) -> None:
-    """Go on only if no rank of the group brings an error; else raise it there, and on the others what it was."""
-    failed = [rank for rank, (flag,) in enumerate(all_gather_numbers([error is not None], group)) if flag]
+def _raise_everywhere(error: Exception | None, group: Group, *, may_repeat: bool = False) -> bool:
+    """Go on only if no rank of the group brings an error; else raise it there, and on the others what it was.
+
+    If it ``may_repeat`` the call, return whether to: nothing is wrong but that the script of a rank lacks a name.
+    """
+    lacks_name = isinstance(error, AttributeError) and error.obj is sys.modules["__main__"]
+    mine = _LACKS_NAME if may_repeat and lacks_name else int(error is not None)
+    brought = [number for (number,) in all_gather_numbers([mine], group)]
+    failed = [rank for rank, number in enumerate(brought) if number == 1]
     if not failed:
-        return
+        return _LACKS_NAME in brought
     record = FailureRecord.of(error, group.ranks[group.rank]).to_json() if error is not None else ""
     texts = all_gather_texts(record, group)
     if error is not None:

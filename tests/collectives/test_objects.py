@@ -1,6 +1,8 @@
 import dataclasses
 import math
+import sys
 from random import Random
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -133,6 +135,73 @@ def gather(obj, rank):
 
 def all_gather(obj, rank):
     return all_gather_objects(obj if rank == 0 else None)
+
+
+# What `python train.py` runs on every rank, with a lock that no pickle takes.
+SCRIPT = """
+import dataclasses, enum, threading
+
+lock = threading.Lock()
+Mode = enum.Enum("Mode", ["FAST", "EXACT"])
+
+@dataclasses.dataclass
+class Split:
+    files: list
+
+    def mine(self):
+        return self.files[rank::2]
+
+class Counter:
+    class Inner:
+        pass
+
+    def is_locked(self):
+        return lock.locked()
+
+def doubled(value):
+    return (2 * value, rank)
+"""
+
+
+def run_as_script(monkeypatch, text, rank):
+    script = ModuleType("__main__")
+    script.rank = rank
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    exec(text, vars(script))  # noqa: S102 - as the interpreter does
+    return script
+
+
+@ranks(2)
+def test_what_the_script_defines_arrives_as_the_receivers_own(monkeypatch, rank):
+    script = run_as_script(monkeypatch, SCRIPT, rank)
+    made = [script.Mode.FAST, script.Split([0, 1, 2, 3]), script.Counter(), script.Counter.Inner, script.doubled]
+    for found in (broadcast_data(made if rank == 0 else None), *all_gather_objects(made)):
+        mode, split, counter, inner, doubled = found
+        assert mode is script.Mode.FAST
+        assert split == script.Split([0, 1, 2, 3])
+        assert split.mine() == [rank, rank + 2]
+        assert type(counter) is script.Counter
+        assert not counter.is_locked()
+        assert inner is script.Counter.Inner
+        assert doubled(3) == (6, rank)
+    triple = eval("lambda value: (3 * value, Mode.FAST)", vars(script))  # noqa: S307 - as above
+    assert broadcast_data(triple if rank == 0 else None)(2) == (6, script.Mode.FAST)
+
+
+@pytest.mark.parametrize("share", [broadcast, gather, all_gather])
+@ranks(2, 3)
+def test_what_the_script_of_another_rank_lacks_is_copied(monkeypatch, rank, share):
+    script = run_as_script(monkeypatch, SCRIPT if rank == 0 else "", rank)
+    made = [script.Split([0, 1, 2, 3]), script.doubled, torch.ones(LARGE)] if rank == 0 else None
+    found = share(made, rank)
+    if found is not None:
+        split, doubled, large = found if share is broadcast else found[0]
+        assert split.mine() == [0, 2]
+        assert doubled(3) == (6, 0)
+        assert large.sum() == LARGE
+    with pytest.raises((TypeError, RankFailedError), match=r"cannot pickle '_thread.lock' object"):
+        share(script.Counter() if rank == 0 else None, rank)
+    assert broadcast_data(rank) == 0
 
 
 @pytest.mark.parametrize("share", [broadcast, gather, all_gather])
