@@ -75,6 +75,8 @@ def describe(one: Brought, all_brought: Sequence[Brought]) -> str:
 
 def refuse_in_sum(error: Exception, operation: str, group: Group) -> None:
     """Take part in the sum with which a call begins, and let the signature say that this rank refuses."""
+    if group.size == 1:
+        return
     text = json.dumps([_REFUSAL, refusal_text(error, operation, group), []])
     message = signed_message(text, control_device(group)).clone()
     total = begin_sum(message, group)()

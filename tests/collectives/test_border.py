@@ -345,6 +345,17 @@ def test_a_gradient_that_cannot_travel_is_refused_on_both_ranks(monkeypatch, ran
         assert all_gather_v(torch.ones(1)).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("call", [all_gather_v, gather_v, fused_all_reduce, copy_to_parallel_region])
+def test_a_gradient_that_cannot_travel_is_refused_on_one_process_too(call):
+    DistributedManager.initialize(device="cpu")
+    try:
+        mine = torch.ones(4, requires_grad=True)
+        with pytest.raises(ValueError, match=r"^gradient.* must be dense.*, got a batch of gradients"):
+            torch.autograd.grad(call(mine), mine, torch.ones(2, 4), is_grads_batched=True)
+    finally:
+        DistributedManager.cleanup()
+
+
 @ranks(2, manager=False)
 def test_a_gradient_of_a_marked_module_that_cannot_travel_is_refused_on_both_ranks(monkeypatch, rank):
     watch(monkeypatch)
