@@ -166,7 +166,7 @@ MUTANTS = (
     *_mutants(
         "executor/_moving.py",
         "executor/test_moving.py",
-        ('obj.device.type == "cpu" and not obj.requires_grad', 'obj.device.type == "cpu"'),
+        ('part.device.type != "cpu" or part.requires_grad', 'part.device.type != "cpu"'),
     ),
     *_mutants("_cli/units.py", "cli", ("if abs(number) >= size)", "if abs(number) > size)")),
     *_mutants(

@@ -72,4 +72,58 @@ def test_tensors_elsewhere_are_moved():
 
 def test_what_needs_nothing_stays_the_same_object():
     given = {"a": [torch.ones(1), Frozen(torch.ones(2))], "b": (1, "x"), "c": Frozen, "d": {1}}
+    given["itself"] = [given]
     assert as_cpu(given) is given
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    weight: torch.Tensor
+    around: object = None
+
+
+CYCLES = {
+    "a list": lambda node: [node],
+    "a tuple": lambda node: (node, 1),
+    "a named tuple": lambda node: Point(node, node),
+    "a dictionary": lambda node: {"node": node},
+    "a set": lambda node: {node},
+    "a frozen set in a tuple": lambda node: (frozenset([node]),),
+    "itself": lambda node: node,
+}
+
+
+def node_in(obj):
+    """Return the first node that is in it."""
+    while not isinstance(obj, Node):
+        obj = next(iter(obj.values() if isinstance(obj, dict) else obj))
+    return obj
+
+
+@pytest.mark.parametrize("name", CYCLES)
+@pytest.mark.parametrize("begins_at_the_node", [False, True])
+def test_what_holds_itself_is_copied_with_what_it_holds(name, begins_at_the_node):
+    given = Node(torch.ones(1, requires_grad=True))
+    given.around = CYCLES[name](given)
+    moved = as_cpu(given) if begins_at_the_node else as_cpu([given.around])[0]
+    node = moved if begins_at_the_node else node_in(moved)
+    assert node is not given
+    assert type(node.around) is type(given.around)
+    assert not node.weight.requires_grad
+    assert given.weight.requires_grad
+    assert node_in(node.around) is node
+    assert begins_at_the_node or node.around is moved
+
+
+def test_what_is_shared_is_copied_once_and_what_needs_nothing_stays_in_it():
+    kept = [torch.ones(1)]
+    given = [torch.ones(1, requires_grad=True), kept]
+    for _ in range(60):
+        given = [given, given, kept]
+    moved = as_cpu(given)
+    for _ in range(60):
+        assert moved[0] is moved[1]
+        assert moved[2] is kept
+        moved = moved[0]
+    assert not moved[0].requires_grad
+    assert moved[1] is kept

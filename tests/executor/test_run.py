@@ -273,6 +273,24 @@ def test_results_are_detached(pair):
         assert not weights.left.requires_grad
 
 
+@dataclasses.dataclass
+class Leaf:
+    parent: list
+    loss: torch.Tensor | None = None
+
+
+def test_what_holds_itself_comes_back(pair):
+    def make(device, needs_grad):
+        tree = []
+        tree += [Leaf(tree), Leaf(tree, torch.ones(1, requires_grad=needs_grad))]
+        return tree
+
+    for needs_grad in (False, True):
+        for tree in pair.run(make, needs_grad):
+            assert [leaf.parent is tree for leaf in tree] == [True, True]
+            assert not tree[1].loss.requires_grad
+
+
 def test_a_model_travels_both_ways(pair):
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
 
