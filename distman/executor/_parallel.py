@@ -261,7 +261,7 @@ class ParallelExecutor(Executor):
         """Shut down. After Ctrl-C or ``sys.exit`` nothing is waited for: what runs is ended."""
         if exc_val is not None and not isinstance(exc_val, Exception):
             self._terminate()
-        self.shutdown(cancel_futures=exc_val is not None)
+        self.shutdown()
         return False
 
 

@@ -150,6 +150,18 @@ def _kind_of_error(call, *args):
         return type(error)
 
 
+def test_an_error_within_with_lets_what_was_submitted_be_done():
+    def fail_after_submitting():
+        futures.extend(executor.submit(double, n) for n in range(20))
+        raise ValueError("of the program")
+
+    for executor in (ParallelExecutor(devices=["cpu"], pass_device=False), ThreadPoolExecutor(1)):
+        futures = []
+        with pytest.raises(ValueError, match="of the program"), executor:
+            fail_after_submitting()
+        assert [future.result(0) for future in futures] == [2 * n for n in range(20)]
+
+
 def test_functions_without_a_signature_and_without_a_device():
     with ParallelExecutor(devices=["cpu"], pass_device=False) as executor:
         assert executor.run(max, 3, 4) == [4]
