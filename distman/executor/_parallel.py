@@ -161,7 +161,7 @@ class ParallelExecutor(Executor):
         except BaseException:
             self._end()
             raise
-        future.add_done_callback(lambda _: self._end())
+        future.add_done_callback(partial(_end_call, weakref.ref(self)))
         return future
 
     def _task(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Task:
@@ -181,12 +181,13 @@ class ParallelExecutor(Executor):
         with self._changed:
             if self._threads is None:
                 self._pool.server.open()  # while this program has perhaps a single thread
-                self._place = threading.local()
-                places = itertools.count()
+                place, places = threading.local(), itertools.count()
                 _with_threads.add(self)
+                # The threads hold their initializer, which must not hold this executor: they end when it is gone.
                 self._threads = ThreadPoolExecutor(
-                    len(self.devices), "ParallelExecutor", lambda: setattr(self._place, "index", next(places))
+                    len(self.devices), "ParallelExecutor", lambda: setattr(place, "index", next(places))
                 )
+                self._place = place
             return self._threads
 
     def _begin(self) -> None:
@@ -263,6 +264,13 @@ class ParallelExecutor(Executor):
             self._terminate()
         self.shutdown()
         return False
+
+
+def _end_call(caller: weakref.ref[ParallelExecutor], _: Future[Any]) -> None:
+    """Count a call as ended; its future, which may be kept for long, does not keep the executor."""
+    executor = caller()
+    if executor is not None:
+        executor._end()
 
 
 def _finish_or_terminate() -> None:

@@ -77,6 +77,15 @@ dropped.run(lambda device: None)
 del dropped
 assert state() == before, (before, state())
 
+dropped = ParallelExecutor(devices=["cpu"])
+kept = [dropped.submit(lambda device: 5) for _ in range(3)] + list(dropped.map(lambda device, n: n, range(3)))
+del dropped
+assert [future.result() for future in kept[:3]] == [5] * 3
+for thread in threading.enumerate():
+    if thread.name.startswith("ParallelExecutor"):
+        thread.join(20)
+assert state() == before, (before, state())
+
 shut = ParallelExecutor(devices=["cpu"])
 future = shut.submit(lambda device: 5)
 shut.shutdown(wait=False)
