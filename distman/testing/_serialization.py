@@ -21,9 +21,10 @@ import pytest
 from distman._workers.pickling import ModulePickler
 
 _OF_THE_PYTEST_PROCESS = """
-    cache capfd capfdbinary caplog capsys capsysbinary capteesys doctest_namespace pytestconfig pytester record_property
-    record_testsuite_property record_xml_attribute recwarn request subtests testdir tmp_path_factory tmpdir_factory
+    Cache CaptureFixture Config FixtureRequest LogCaptureFixture Pytester Subtests TempPathFactory TempdirFactory
+    Testdir WarningsRecorder
 """
+_RECORDS = "_pytest.junitxml"  # module of the functions that fixtures such as ``record_property`` are
 _PROBLEMS = (pickle.PicklingError, TypeError, ValueError, AttributeError, RecursionError)
 # The arguments of ``warnings.filterwarnings``.
 _WarningFilter = tuple[str, str, type[Warning] | tuple[type[Warning], ...], str, int]
@@ -51,11 +52,13 @@ def pack(
 
     Functions and classes of ``modules`` are pickled by value. What cannot be pickled is named by an UnpicklableError.
     """
-    for name in arguments.keys() & set(_OF_THE_PYTEST_PROCESS.split()):
-        raise UnpicklableError(
-            f"The fixture {name!r} must stay in the pytest process, got it as an argument of @ranks. "
-            "Use it in another fixture, or replace it by values."
-        )
+    kinds = tuple(kind for name in _OF_THE_PYTEST_PROCESS.split() if (kind := getattr(pytest, name, None)))
+    for name, value in arguments.items():
+        if isinstance(value, kinds) or getattr(value, "__module__", "") == _RECORDS:
+            raise UnpicklableError(
+                f"The fixture {name!r} must stay in the pytest process, got it as an argument of @ranks. "
+                "Use it in another fixture, or replace it by values."
+            )
     with _by_value(modules):
         try:
             return _dump(Call(function, dict(arguments), tuple(parameters), _current_filters()))

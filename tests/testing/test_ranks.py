@@ -88,8 +88,22 @@ def test_a_folder_is_shared(tmp_path, rank):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
+@ranks(2)
+@pytest.mark.parametrize("cache", [False, {"keys": [1, 2]}])
+def test_a_parameter_may_be_called_as_a_fixture_of_pytest_is(cache):
+    assert cache in (False, {"keys": [1, 2]})
+
+
 class TestInClass:
     limit = 7
+
+    @pytest.fixture
+    def recwarn(self):
+        return Box(5)
+
+    @ranks(2)
+    def test_a_fixture_of_ones_own_may_be_called_as_one_of_pytest_is(self, recwarn):
+        assert recwarn.doubled() == 10
 
     def setup_method(self):
         self.made = [1, 2]

@@ -2,6 +2,8 @@ import re
 
 import pytest
 
+from distman.testing._serialization import UnpicklableError, pack
+
 FAILING = """
 import ctypes, os, sys, threading, time, unittest, warnings
 import pytest
@@ -294,6 +296,20 @@ def test_only_expected_deaths_are_accepted(failing):
     report = failing.report("test_wrong_one_dies[3 ranks]")
     assert report.startswith("\nrank 2 died of SIGKILL\n")
     assert "  rank 1: died of SIGKILL, as expected" in report
+
+
+OF_PYTEST = """
+    cache capfd capfdbinary caplog capsys capsysbinary pytestconfig record_property record_testsuite_property
+    record_xml_attribute recwarn request tmp_path_factory tmpdir_factory
+"""
+
+
+@pytest.mark.filterwarnings("ignore:record_xml_attribute is an experimental feature")
+@pytest.mark.parametrize("name", OF_PYTEST.split())
+def test_fixtures_of_the_pytest_process_stay_there_under_any_name(request, name):
+    value = request.getfixturevalue(name)
+    with pytest.raises(UnpicklableError, match=r"The fixture 'mine' must stay in the pytest process"):
+        pack(print, {"mine": value}, (), ())
 
 
 def test_what_cannot_travel_is_named(failing):
