@@ -112,7 +112,8 @@ class Archive:
         self.history = History()
         self.auto_save: AutoSave | None = None
         self.training: Training | None = None  # of the latest run, or of the current one
-        self._loaded: Mapping[str, Any] | None = None  # since the latest run: the next one resumes from it
+        # Since the latest run: the next one resumes from it; empty if it is from before any training.
+        self._loaded: Mapping[str, Any] | None = None
         self._changes = Changes()
         self._phases: list[dict[str, Any]] = []  # of each call of train() that is over, how far it was
         self._is_passed = False  # all of them by an earlier run of the program
@@ -120,16 +121,16 @@ class Archive:
     @property
     def num_steps(self) -> int:
         if self._loaded is not None:
-            return int(self._loaded["optimization"]["num_steps"])
+            return int(self._loaded["optimization"]["num_steps"]) if self._loaded else 0
         if self._is_passed:
             return int(self._phases[-1]["steps"])
         return self.training.engine.num_steps if self.training is not None else 0
 
     def follow(self, training: Training) -> None:
         """Let a new training resume from the state that was loaded, else from the latest run, and follow it."""
-        if self._loaded is not None:
+        if self._loaded:
             training.load_state_dict(self._loaded, self._changes)
-        elif self.training is not None:
+        elif self._loaded is None and self.training is not None:
             training.go_on_from(self.training)
         self.training, self._loaded, self._is_passed = training, None, False
 
@@ -152,7 +153,7 @@ class Archive:
             training = {**self.training.state_dict(), "phases": self._phases}
         return {
             "model": self._model.state_dict(),
-            "training": training,
+            "training": training or None,
             "history": self.history.state_dict(),
             "callbacks": self._callbacks.state_dict(),
         }
@@ -161,7 +162,7 @@ class Archive:
         self._model.load_state_dict(state["model"], changes)
         self.history.load_state_dict(state["history"])
         self._callbacks.load_state_dict(state["callbacks"])
-        self._loaded, self._changes = state["training"], changes or Changes()
+        self._loaded, self._changes = state["training"] or {}, changes or Changes()
 
     def take(self, state: dict[str, Any], changes: Changes | None = None) -> None:
         """Restore a state that the program has loaded, so it wants to train on even where that training had stopped."""

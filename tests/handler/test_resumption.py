@@ -1,5 +1,6 @@
 """A training that is cut off anywhere and gone on with is the training that was never cut off, bit for bit."""
 
+import copy
 import logging
 import math
 import random
@@ -23,7 +24,7 @@ from distman.errors import CheckpointError, RankFailedError
 from distman.handler import Callback, EarlyStopping, ModelCheckpoint, NNHandler, Preempted
 from distman.testing import ranks
 
-from .problems import GLOBAL_BATCH, Network, Rates, make_handler, reference, regression
+from .problems import GLOBAL_BATCH, NUM_SAMPLES, Network, Rates, make_handler, reference, regression
 
 
 class CutOffError(Exception):
@@ -319,6 +320,26 @@ def test_save_and_load(tmp_path, rank):
     again = make_handler(8, dtype=torch.float32)
     again.load(tmp_path / "again.pt")
     assert without_times(again.train(3, ema_decay=0.5)) == without_times(resumed.history)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("from_file", [False, True])
+def test_a_state_from_before_any_training_begins_anew_in_the_same_program(from_file, tmp_path, world_size):
+    handler = make_handler(8)
+    state = copy.deepcopy(handler.state_dict())
+    handler.save(tmp_path / "start.pt")
+    runs = []
+    for epochs in (2, 3, 2):
+        if from_file:
+            handler.load(tmp_path / "start.pt")
+        else:
+            handler.load_state_dict(state)
+        assert (handler.num_steps, len(handler.history)) == (0, 0)
+        assert handler.state_dict()["training"] is None
+        handler.set_optimizer(torch.optim.Adam, lr=0.02)
+        runs.append(without_times(handler.train(epochs)))
+        assert handler.num_steps == epochs * -(-NUM_SAMPLES // (8 * world_size))
+    assert runs[0] == runs[1][:2] == runs[2]
 
 
 @ranks(2)
