@@ -42,7 +42,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 class TrainedModel:
-    """A module that the ranks train, moved to this rank's device, with the weights of rank 0.
+    """A module that the ranks train, moved to this rank's device, with the weights and buffers of rank 0.
 
     The calls, the state and the parameters of ``module`` are local unless it is sharded, as it is wrapped itself then.
     """
@@ -74,7 +74,7 @@ class TrainedModel:
         if self.is_sharded:
             self.module.register_forward_pre_hook(self._refuse, prepend=True)
         else:
-            self._share([*module.parameters()])
+            self._share([*module.parameters(), *module.buffers()])
         if compile_options is not None and self.is_sharded:
             compile_parts(self.module, compile_options)
         elif compile_options is not None:

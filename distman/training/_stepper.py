@@ -27,9 +27,9 @@ training_logger = logging.getLogger("distman.training")
 class Stepper:
     """A module and its optimizers, for a loop or a step of your own on any number of ranks.
 
-    Collective. The module is moved to the manager's device and gets the weights of rank 0; it is called as it is. Each
-    optimizer steps with the gradient of the mean loss over the samples of all ranks, however unevenly these are
-    divided. It is summed over the ranks when the optimizer steps, so all ranks must call :meth:`step` for the same
+    Collective. The module is moved to the manager's device and gets the weights and buffers of rank 0; it is called as
+    it is. Each optimizer steps with the gradient of the mean loss over the samples of all ranks, however unevenly these
+    are divided. It is summed over the ranks when the optimizer steps, so all ranks must call :meth:`step` for the same
     optimizers in the same order; if they do not, all get an error. A function that :meth:`NNHandler.set_step` was given
     gets a stepper; a loop without a handler makes its own.
 

@@ -101,6 +101,31 @@ def test_a_stepper_says_what_it_is_and_is_the_same_by_each_of_its_names():
     assert distman.handler.Stepper is distman.training.Stepper is Stepper
 
 
+class Fourier(nn.Module):
+    """A model with features that are drawn, and with other buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", torch.randn(1, 8))
+        self.register_buffer("order", torch.randperm(8), persistent=False)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, inputs):
+        return self.last((inputs @ self.frequencies).sin()[:, self.order])
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_all_ranks_begin_with_the_weights_and_buffers_of_rank_0(is_trained, rank):
+    torch.manual_seed(rank)
+    model = Fourier().requires_grad_(is_trained)
+    before = copy.deepcopy(model)
+    Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert_same_on_all_ranks(model)
+    outputs = all_gather_objects((model(torch.ones(1, 1)).item(), before(torch.ones(1, 1)).item()))
+    assert {after for after, _ in outputs} == {outputs[0][1]}
+
+
 @ranks(2)
 def test_ranks_with_unequal_numbers_of_batches_make_the_same_steps(rank):
     model = Network()
