@@ -66,17 +66,23 @@ class Step:
     num_total: int
 
 
+def check_ranks(loader: TrainingLoader, otherwise: str) -> None:
+    """Refuse a loader of a part of the ranks, whose numbers of samples are not those of all."""
+    if loader.batches.num_ranks != DistributedManager().world_size:
+        raise ValueError(
+            "a loader to train with must distribute its data over all ranks, got one for "
+            f"{loader.batches.num_ranks}. Leave its group out, or {otherwise}."
+        )
+
+
 class LoaderSource:
     """Steps of a loader that distributes the samples by a plan known to all ranks."""
 
     def __init__(self, loader: TrainingLoader, num_samples: NumSamples | None = None) -> None:
         if not len(loader):
             raise ValueError("a loader to train with must have a full batch, got none. Choose a smaller batch_size.")
-        if loader.batches.num_ranks != DistributedManager().world_size and num_samples is None:
-            raise ValueError(
-                "a loader to train with must distribute its data over all ranks, got one for "
-                f"{loader.batches.num_ranks}. Leave its group out, or pass num_samples where ranks share samples."
-            )
+        if num_samples is None:
+            check_ranks(loader, "pass num_samples where ranks share samples")
         self.loader = loader
         self._count = num_samples
         self._epoch, self._position = 0, 0  # counted here: the program may iterate over the loader meanwhile

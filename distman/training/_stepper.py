@@ -18,7 +18,7 @@ from distman.manager import DistributedManager
 from distman.training._engine import Closure, Engine, StepOptions, to_device
 from distman.training._model import TrainedModel
 from distman.training._optimizers import UNNAMED, Changes
-from distman.training._sources import ForeignSource, Step
+from distman.training._sources import ForeignSource, Step, check_ranks
 
 training_logger = logging.getLogger("distman.training")
 """Logs the numbers of a training, at level INFO, on rank 0."""
@@ -145,7 +145,7 @@ class Stepper:
             An iterator over the batches, with their tensors on this rank's device.
 
         Raises:
-            ValueError: ``accumulate`` is less than 1.
+            ValueError: ``accumulate`` is less than 1, or the loader distributes its data over some of the ranks only.
             DistmanError: A gradient was computed, but not used.
             PlanMismatchError: On every rank: the ranks do not take the same steps.
 
@@ -326,6 +326,7 @@ class Stepper:
 
     def _read(self, loader: Iterable[Any]) -> Iterator[Step]:
         if isinstance(loader, TrainingLoader):
+            check_ranks(loader, "train by NNHandler with num_samples where ranks share samples")
             for batch in loader:
                 yield Step(batch, loader.num_own, loader.num_total)
             return

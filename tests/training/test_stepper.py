@@ -12,10 +12,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import distman.handler
-from distman import Stepper
+from distman import DistributedManager, Stepper
 from distman._base.seeds import seed_of
 from distman.collectives import all_gather_objects
-from distman.data import distributed_loader
+from distman.data import distributed_loader, rank_cached_loader
 from distman.errors import DistmanError
 from distman.metrics import aggregate_loss
 from distman.testing import ranks
@@ -140,6 +140,20 @@ def test_ranks_with_unequal_numbers_of_batches_make_the_same_steps(rank):
             num_batches += 1
         assert num_batches == 4
     assert_same_on_all_ranks(model)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("kind", ["sampled", "cached"])
+def test_a_loader_of_some_of_the_ranks_is_refused_but_to_evaluate(kind, world_size):
+    size = world_size // 2
+    DistributedManager.create_process_subgroup("some", size)
+    make = rank_cached_loader if kind == "cached" else distributed_loader
+    model = nn.Linear(1, 1)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=rf"over all ranks, got one for {size}\. Leave its group out, or train by NNH"):
+        next(stepper.batches(make(TensorDataset(torch.ones(4, 1)), batch_size=2, group="some")))
+    loader = make(TensorDataset(torch.ones(4, 1)), batch_size=4 // size, evaluation=True, group="some")
+    assert [len(batch) for (batch,) in stepper.batches(loader)] == [4 // size]
 
 
 @ranks(1, 2)
