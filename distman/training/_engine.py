@@ -167,7 +167,7 @@ class Engine:
                 hook.remove()
 
     def end_step(self) -> None:
-        """End a step, after its last batch, or in it when its state is taken.
+        """End a step, after its last batch, or in it when its state is taken or the loop is left.
 
         This is the only place that says in which order the parts of a state change: the weights, then their average,
         then the counters; see :class:`Training` for what follows.
@@ -195,6 +195,12 @@ class Engine:
         self.num_steps += self.is_taken
         self.num_skipped += self.num_left_out
         self._is_over = True
+
+    def leave(self) -> None:
+        """End the step in which a loop is left: what has stepped counts, a gradient that waits is forgotten."""
+        if any(self.num_taken.values()) or self.num_left_out:
+            self._forget([*self.optimizers])
+            self.end_step()
 
     def learn(self, objective: Callable[[torch.nn.Module, Any], Any], batch: Any) -> Any:
         """Compute the gradient of the ``loss`` of an objective of the wrapped model, for all optimizers."""

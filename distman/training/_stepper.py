@@ -168,7 +168,12 @@ class Stepper:
             return
         steps = self._read(loader)
         while window := list(itertools.islice(steps, accumulate)):
-            yield from self._engine.window(window)
+            for batch in self._engine.window(window):
+                try:
+                    yield batch
+                except GeneratorExit:  # by break, say
+                    self._engine.leave()
+                    raise
 
     def backward(self, loss: torch.Tensor, *names: str, retain_graph: bool = False) -> None:
         """Compute the gradient of a loss, for the parameters of some optimizers and no others, and add it to theirs.

@@ -214,6 +214,51 @@ def test_a_state_that_would_lack_a_part_of_a_step_is_refused():
     assert taken == [*range(first, stepper.num_steps + 1)]
 
 
+class Counts(nn.Module):
+    """A model that counts its calls, those of batches with weight 0 left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 3), nn.Linear(3, 1)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.count += 1
+        return self.second(self.first(inputs).tanh()) + self.count
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_a_loop_that_is_left_after_a_step_has_taken_it(num_optimizers, accumulate):
+    data = torch.randn(19, 2, generator=torch.Generator().manual_seed(0))  # on 3 ranks, two have none in the last batch
+
+    def run(leave_at=None):
+        torch.manual_seed(0)
+        model, num_taken, states = Counts(), 0, []
+        parts = [model] if num_optimizers == 1 else [model.first, model.second]
+        optimizers = {str(index): torch.optim.Adam(part.parameters()) for index, part in enumerate(parts)}
+        stepper = Stepper(model, optimizers, ema_decay=0.5)
+        for batch in stepper.batches(distributed_loader(data, batch_size=2, shuffle=False), accumulate=accumulate):
+            for name in optimizers:
+                stepper.backward(model(batch).square().mean(), name)
+                is_taken = stepper.step(name)
+            num_taken += is_taken
+            if is_taken and num_taken == leave_at:
+                stepper.backward(model.second.bias.sum(), name)  # which waits, and is forgotten
+                break
+            if is_taken and leave_at is None:
+                states.append(copy.deepcopy(stepper.state_dict()))
+        assert stepper.num_steps == num_taken
+        return states or [stepper.state_dict()]
+
+    for index, expected in enumerate(run(), start=1):
+        (state,) = run(leave_at=index)
+        assert state["optimization"]["num_steps"] == index
+        for part in ("module", "average"):
+            torch.testing.assert_close(state["model"][part], expected["model"][part], rtol=0, atol=0)
+
+
 @ranks(1, 2, 3)
 def test_an_evaluation_reads_each_sample_once_with_the_buffers_of_rank_0(rank):
     model = torch.nn.BatchNorm1d(1)
