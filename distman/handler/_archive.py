@@ -130,7 +130,9 @@ class Archive:
         """Let a new training resume from the state that was loaded, else from the latest run, and follow it."""
         if self._loaded:
             training.load_state_dict(self._loaded, self._changes)
-        elif self._loaded is None and self.training is not None:
+        elif self._loaded is not None:
+            self._changes.report()
+        elif self.training is not None:
             training.go_on_from(self.training)
         self.training, self._loaded, self._is_passed = training, None, False
 
@@ -159,10 +161,11 @@ class Archive:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
+        changes = changes or Changes()
         self._model.load_state_dict(state["model"], changes)
         self.history.load_state_dict(state["history"])
         self._callbacks.load_state_dict(state["callbacks"])
-        self._loaded, self._changes = state["training"] or {}, changes or Changes()
+        self._loaded, self._changes = state["training"] or {}, changes
 
     def take(self, state: dict[str, Any], changes: Changes | None = None) -> None:
         """Restore a state that the program has loaded, so it wants to train on even where that training had stopped."""

@@ -88,7 +88,7 @@ class Engine:
         self.optimizers, self._parameters = self._optimizers.by_name, self._optimizers.parameters
         self._prepare_model()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
-        model.keep_average(options.ema_decay, use_buffers=options.use_buffers)
+        self._keep_average()
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0  # the latter because a loss or the gradient was not finite
         self.num_taken = dict.fromkeys(self.optimizers, 0)  # by each optimizer in the latest step
@@ -262,9 +262,14 @@ class Engine:
         self._optimizers.compare(state, changes)
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
+        """Restore such a state, after that of the model, which may have had no average, or one that is not wanted."""
+        self._keep_average()
         self._optimizers.load_state_dict(state, changes)
         self._load_scale(state["scaler"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+    def _keep_average(self) -> None:
+        self.model.keep_average(self._options.ema_decay, use_buffers=self._options.use_buffers)
 
     def go_on_from(self, latest: Engine) -> None:
         """Go on counting where the latest run in this program has ended; the optimizers are as they are now."""

@@ -259,11 +259,10 @@ class TrainedModel:
             return {name: averages.get(f"module.{name}", value) for name, value in model_state(self.module).items()}
         return model_state(self.evaluated)
 
-    def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
         """Restore such a state, and note what was frozen then and is not now."""
-        if changes is not None:
-            changes.note("frozen parameters", state["frozen"], self._frozen())
-        if changes is None or not changes.are_of_program:
+        changes.note("frozen parameters", state["frozen"], self._frozen())
+        if not changes.are_of_program:
             for name, parameter in self.module.named_parameters():
                 parameter.requires_grad_(without_compiled(name) not in state["frozen"])
         load_model_state(self.module, place_parts(self.module, state["module"]) if self.is_sharded else state["module"])

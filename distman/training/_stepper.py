@@ -311,20 +311,20 @@ class Stepper:
 
         Args:
             state: From :meth:`state_dict`.
-            on_change: What counts where the optimizers are others than those that were saved, see
-                :meth:`NNHandler.auto_save`.
+            on_change: What counts where the optimizers, or what is frozen, have changed since, see
+                :meth:`NNHandler.auto_save`. An average is kept as ``ema_decay`` says.
 
         Raises:
             RuntimeError: The weights do not fit the module.
-            CheckpointError: It is of other optimizers.
+            CheckpointError: It is of other optimizers; or something has changed, with ``on_change="error"``.
 
         Example:
             >>> manager, network = DistributedManager.initialize(), torch.nn.Linear(2, 1)
             >>> stepper = Stepper(network, torch.optim.Adam(network.parameters()))
             >>> stepper.load_state_dict(stepper.state_dict())
         """
-        self._engine.model.load_state_dict(state["model"])
         changes = Changes(on_change)
+        self._engine.model.load_state_dict(state["model"], changes)
         self._engine.load_state_dict(state["optimization"], changes)
         self._num_passes = state["num_passes"]
         changes.report()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from distman.checkpoint import save
 from distman.errors import CheckpointError
 from distman.handler import NNHandler, Stepper
 from distman.testing import ranks
@@ -260,3 +261,53 @@ def test_a_stepper_compares_its_optimizers_too():
     other = make(torch.optim.SGD, lr=0.2)
     other.load_state_dict(state, on_change="program")
     assert other.optimizers["optimizer"].param_groups[0]["lr"] == 0.2
+
+
+TOLD_OF_FROZEN = "frozen parameters: nothing in the file, first.weight, first.bias in the program"
+
+
+@pytest.mark.parametrize("on_change", [None, "file", "program", "error"])
+@pytest.mark.parametrize("kind", ["stepper", "handler", "untrained handler"])
+def test_what_is_frozen_is_compared_wherever_a_state_is_loaded(kind, on_change, caplog, tmp_path):
+    def make(*, freezes):
+        if kind == "stepper":
+            torch.manual_seed(1)
+            one = Stepper(model := Network(), torch.optim.SGD(model.parameters(), lr=0.1))
+        else:
+            one = make_handler(8)
+        one.module.first.requires_grad_(not freezes)
+        return one
+
+    def go_on(one):
+        if kind == "stepper":
+            one.load_state_dict(torch.load(tmp_path / "saved.pt"), on_change=on_change)
+            for inputs, targets in one.batches([regression().tensors]):
+                one.backward(nn.functional.mse_loss(one.module(inputs), targets))
+                one.step()
+        else:
+            one.load(tmp_path / "saved.pt", on_change=on_change)
+            one.train(2)
+
+    first = make(freezes=False)
+    if kind == "handler":
+        first.train(1)
+    if kind != "stepper":
+        first.save(tmp_path / "saved.pt")
+    else:
+        save(first.state_dict(), tmp_path / "saved.pt")
+    second = make(freezes=True)
+    if on_change == "error":
+        with pytest.raises(CheckpointError, match=TOLD_OF_FROZEN):
+            go_on(second)
+        return
+    go_on(second)
+    assert TOLD_OF_FROZEN in caplog.text
+    assert torch.equal(second.module.first.weight, first.module.first.weight) == (on_change == "program")
+
+
+def test_a_state_that_is_loaded_as_a_mapping_is_compared_too(caplog):
+    first, second = make_handler(8), make_handler(8)
+    second.module.first.requires_grad_(requires_grad=False)
+    second.load_state_dict(first.state_dict())
+    second.train(1)
+    assert TOLD_OF_FROZEN in caplog.text

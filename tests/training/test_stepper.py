@@ -259,6 +259,36 @@ def test_a_loop_that_is_left_after_a_step_has_taken_it(num_optimizers, accumulat
             torch.testing.assert_close(state["model"][part], expected["model"][part], rtol=0, atol=0)
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("saved", [None, 0.9])
+@pytest.mark.parametrize("wanted", [None, 0.5])
+def test_a_state_is_gone_on_with_by_the_average_that_the_program_wants(wanted, saved):
+    def loop(stepper, num_steps):
+        for inputs in stepper.batches([torch.ones(4, 1)] * num_steps):
+            stepper.backward(stepper.module(inputs).square().mean())
+            stepper.step()
+
+    def make(decay):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        return Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), ema_decay=decay)
+
+    first, second = make(saved), make(wanted)
+    loop(first, 3)
+    loop(second, 1)
+    state = copy.deepcopy(first.state_dict())
+    second.load_state_dict(state)
+    assert (second.ema_module is None) == (wanted is None)
+    if wanted is None:
+        return
+    average = (first.ema_module or first.module).weight.detach().clone()
+    assert torch.equal(second.ema_module.weight, average)
+    loop(second, 1)
+    weight = second.module.weight
+    expected = weight if saved is None else wanted * average + (1 - wanted) * weight  # the first update copies
+    torch.testing.assert_close(second.ema_module.weight, expected)
+
+
 @ranks(1, 2, 3)
 def test_an_evaluation_reads_each_sample_once_with_the_buffers_of_rank_0(rank):
     model = torch.nn.BatchNorm1d(1)
