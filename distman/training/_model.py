@@ -34,7 +34,10 @@ from distman.training._sharding import (
 )
 
 _WITH_MEANS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-"""Modules whose buffers training writes on each rank, and evaluation reads: of those rank 0's are enough."""
+"""Modules whose buffers training writes on each rank, and evaluation reads: of those rank 0's are enough.
+
+Training reads them too where a program has frozen such a module, by eval().
+"""
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
@@ -212,35 +215,36 @@ class TrainedModel:
                 self._is_training = False
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers in which this rank differs from rank 0, whose state is saved. Collective."""
+        """Return what training may read in which this rank differs from rank 0, whose state is saved. Collective."""
         if DistributedManager().world_size == 1 or has_failed():  # then each rank saves its own state
             return {}
         buffers = self._saved_buffers()
-        shared = broadcast_data(list(buffers.values()))
+        shared = broadcast_data([one for one, _ in buffers.values()])  # all of them: ranks may differ in what is frozen
         return {
             name: own.cpu()
-            for (name, own), other in zip(buffers.items(), shared, strict=True)
-            if not torch.equal(own, other)
+            for (name, (own, is_read)), other in zip(buffers.items(), shared, strict=True)
+            if is_read and not torch.equal(own, other)
         }
 
     @torch.no_grad()
     def load_own_buffers(self, state: Mapping[str, torch.Tensor]) -> None:
         buffers = self._saved_buffers()
         for name in state.keys() & buffers.keys():
-            buffers[name].copy_(state[name])
+            buffers[name][0].copy_(state[name])
 
-    def _saved_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that checkpoints hold and training may read."""
-        found: dict[str, torch.Tensor] = {}
+    def _saved_buffers(self) -> dict[str, tuple[torch.Tensor, bool]]:
+        """Return the buffers that checkpoints hold, and whether training may read them."""
+        found: dict[str, tuple[torch.Tensor, bool]] = {}
         average = self.average.module if self.average is not None else None
         for part, model in {"module": self.module, "average.module": average}.items():
             saved = model.state_dict(prefix=f"{part}.").keys() if model is not None else ()
             for path, module in model.named_modules(prefix=part) if model is not None else ():
-                if not isinstance(module, _WITH_MEANS):
-                    buffers = module.named_buffers(prefix=path, recurse=False)
-                    found |= {name: buffer for name, buffer in buffers if name in saved}
+                is_read = not (isinstance(module, _WITH_MEANS) and module.training)
+                buffers = module.named_buffers(prefix=path, recurse=False)
+                found |= {name: (buffer, is_read) for name, buffer in buffers if name in saved}
         if self.is_sharded and self.average is not None:
-            found |= {f"average.{name}": self.average.named[name] for name in [*found]}
+            averages = self.average.named
+            found |= {f"average.{name}": (averages[name], is_read) for name, (_, is_read) in [*found.items()]}
         return found
 
     def state_dict(self) -> dict[str, Any]:

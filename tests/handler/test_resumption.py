@@ -24,7 +24,7 @@ from distman.errors import CheckpointError, RankFailedError
 from distman.handler import Callback, EarlyStopping, ModelCheckpoint, NNHandler, Preempted
 from distman.testing import ranks
 
-from .problems import GLOBAL_BATCH, NUM_SAMPLES, Network, Rates, make_handler, reference, regression
+from .problems import GLOBAL_BATCH, NUM_SAMPLES, Network, Normed, Rates, make_handler, reference, regression
 
 
 class CutOffError(Exception):
@@ -634,6 +634,38 @@ def test_validating_saving_and_resuming_leave_a_training_as_it_is(tmp_path):
     assert handler.history["loss"] == undisturbed.history["loss"]
     assert torch.equal(handler.module.queue, undisturbed.module.queue)
     assert num_calls == undisturbed.num_steps + 1  # of the step that was cut off
+
+
+class Freezes(Callback):
+    """Freezes the statistics of a norm from the second epoch on, as detectors do."""
+
+    def on_epoch_begin(self, handler, epoch):
+        handler.module.norm.train(mode=epoch == 0)
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("cut_at", [6, 9])
+def test_statistics_that_a_program_has_frozen_are_those_of_each_rank(cut_at, strategy, world_size, tmp_path):
+    def prepared(cut_at=None):
+        handler = NNHandler(Normed, seed=1, strategy=strategy)
+        handler.set_optimizer(torch.optim.Adam, lr=0.02)
+        handler.set_loss_fn(nn.functional.mse_loss)
+        handler.set_train_loader(regression(num_samples=60), batch_size=15 // world_size)
+        handler.add_callback(Freezes())
+        if cut_at is not None:
+            handler.add_callback(CutsOff(cut_at))
+        return handler
+
+    whole = prepared()
+    whole.train(3, ema_decay=0.9)
+    cut, resumed = prepared(cut_at), prepared()
+    cut.auto_save(tmp_path, every_steps=1)
+    with pytest.raises(CutOffError):
+        cut.train(3, ema_decay=0.9)
+    resumed.auto_save(tmp_path)
+    resumed.train(3, ema_decay=0.9)
+    assert_equal(resumed, whole)
 
 
 @ranks(1, 2)
