@@ -109,7 +109,7 @@ class Training:
     ) -> None:
         self._handler, self.engine, self._learn = handler, engine, _learning(setup, engine)
         engine.emit = lambda event, *args: events.emit(getattr(Callback, event), *args)
-        self._source, self._schedules = setup.make_source(), setup.make_schedules()
+        self._data, self._source, self._schedules = setup.train_data, setup.make_source(), setup.make_schedules()
         self._new_accumulators = Numbers if setup.step is not None else functools.partial(Accumulators, setup.metrics)
         self._accumulators: Accumulators = self._new_accumulators()
         self._history, self._auto_save = archive.history, archive.auto_save
@@ -232,23 +232,24 @@ class Training:
         changes.report()
 
     def go_on_from(self, latest: Training) -> None:
-        """Resume from the latest run in this program, with its model, optimizer and scheduler as they are now."""
+        """Resume from the latest run in this program, with its model, optimizer, scheduler and data as they are now."""
         for name in (*_KEPT, "_stop_reason", "_record"):
             setattr(self, name, getattr(latest, name))
         self.reason = ""
         self._events.load_state_dict(latest._events.state_dict())
         self.engine.go_on_from(latest.engine)
-        if self._resume_source(latest._source_state(), is_same_job=True):
+        position = latest._source_state() if self._data is latest._data else None  # others are read from the beginning
+        if self._resume_source(position, is_same_job=True):
             self._accumulators.resume(latest._accumulators.names, latest._accumulators.sums)
 
     def _source_state(self) -> dict[str, Any]:
         source = self._source
         return {"kind": type(source).__name__, "position": source.state_dict(), "batch_size": source.batch_size}
 
-    def _resume_source(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
+    def _resume_source(self, state: Mapping[str, Any] | None, *, is_same_job: bool) -> bool:
         """Resume an epoch, and return whether the source is where it was, so that the sums are of the same epoch."""
         is_resumed = False
-        if state["kind"] == type(self._source).__name__:
+        if state is not None and state["kind"] == type(self._source).__name__:
             is_resumed = self._source.load_state_dict(state["position"], is_same_job=is_same_job)
         else:
             self._source.begin(self.num_passes)

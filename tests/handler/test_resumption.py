@@ -1,6 +1,7 @@
 """A training that is cut off anywhere and gone on with is the training that was never cut off, bit for bit."""
 
 import copy
+import itertools
 import logging
 import math
 import random
@@ -20,6 +21,7 @@ from torch.utils.data import (
 
 from distman import DistributedManager, checkpoint, on_rank
 from distman.checkpoint import CheckpointFolder
+from distman.collectives import all_gather_objects
 from distman.errors import CheckpointError, RankFailedError
 from distman.handler import Callback, EarlyStopping, ModelCheckpoint, NNHandler, Preempted
 from distman.testing import ranks
@@ -295,6 +297,53 @@ def test_train_again_goes_on_and_a_finished_one_does_nothing():
     assert handler.train(4)["loss"] == both
     handler.set_train_loader(regression(), batch_size=16)
     assert len(handler.train(5)["loss"]) == 5
+
+
+class Batches:
+    """What a loader yields, and nothing else of it."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+class Sees(Callback):
+    """Keeps the samples of all ranks' batches."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, handler, batch):
+        self.seen += [int(number) for one in all_gather_objects(batch[0]) for number in one.flatten()]
+
+
+@ranks(2)
+@pytest.mark.parametrize("kinds", [*itertools.product(["dataset", "cached", "loader", "batches"], repeat=2)])
+@pytest.mark.parametrize("num_before", [3, 4])
+def test_data_that_replace_others_are_read_from_the_beginning(num_before, kinds, rank, world_size):
+    handler, sees = NNHandler(nn.Linear, in_features=1, out_features=1), Sees()
+    handler.set_optimizer(torch.optim.SGD, lr=0.0)
+    handler.set_loss_fn(lambda outputs, _: outputs.mean())
+    handler.add_callback(sees)
+
+    def set_data(kind, first, num_samples, seed):
+        numbers = torch.arange(first, first + float(num_samples))[:, None]
+        if kind in ("loader", "batches"):
+            loader = DataLoader(TensorDataset(numbers[rank::world_size]), batch_size=2 // world_size)
+            handler.set_train_loader(Batches(loader) if kind == "batches" else loader)
+        else:
+            options = {"batch_size": 2 // world_size, "seed": seed, "cached": kind == "cached"}
+            handler.set_train_loader(TensorDataset(numbers), **options)
+
+    set_data(kinds[0], 0, 8, 1)
+    handler.train(max_steps=num_before)
+    set_data(kinds[1], 100, 10, 2)
+    sees.seen.clear()
+    handler.train(max_steps=num_before + 2)
+    handler.train(len(handler.history) + 1)  # goes on with the rest of these data
+    assert sorted(sees.seen) == [*range(100, 110)]
 
 
 @ranks(1, 2)
