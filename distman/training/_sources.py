@@ -239,8 +239,10 @@ class ForeignSource:
 
     def _resume(self, epoch: int) -> Iterator[Any]:
         """Return an iterator that has skipped the batches already taken, with the random numbers of that time."""
-        part: Any
-        for part in (self.batches, *(getattr(self.batches, name, None) for name in ("sampler", "dataset"))):
+        batch_sampler: Any = getattr(self.batches, "batch_sampler", None)
+        own = [getattr(self.batches, name, None) for name in ("sampler", "dataset")]
+        parts: list[Any] = [self.batches, batch_sampler, getattr(batch_sampler, "sampler", None), *own]
+        for part in {id(one): one for one in parts}.values():  # torch's own batch sampler has the loader's
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         if self._at_start is None:

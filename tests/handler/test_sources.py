@@ -7,13 +7,14 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
 )
 
-from distman import DistributedManager
+from distman import DistributedManager, Stepper
 from distman.data import distributed_loader
 from distman.handler import Callback, NNHandler
 from distman.testing import ranks
@@ -114,6 +115,54 @@ class OddSampler(RandomSampler):
 
     def __iter__(self):
         return itertools.islice(super().__iter__(), 20)
+
+
+class Told(DistributedSampler):
+    """Keeps the epochs that it is told of."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        super().set_epoch(epoch)
+        self.epochs.append(epoch)
+
+
+class Buckets(Told):
+    """A batch sampler that draws by itself."""
+
+    def __iter__(self):
+        return iter(torch.tensor([*super().__iter__()]).split(4))
+
+    def __len__(self):
+        return -(-self.num_samples // 4)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler", "sampler in a batch_sampler"])
+def test_whatever_draws_is_told_of_each_epoch_once(kind, rank, world_size):
+    data = regression()
+    sampler = (Buckets if kind == "batch_sampler" else Told)(data, world_size, rank, seed=1)
+    drawn = {
+        "sampler": {"sampler": sampler, "batch_size": 4},
+        "batch_sampler": {"batch_sampler": sampler},
+        "sampler in a batch_sampler": {"batch_sampler": BatchSampler(sampler, 4, drop_last=False)},
+    }
+    handler, stepped, plain = make_handler(1), make_handler(1), make_handler(1)
+    loader = DataLoader(data, **drawn[kind])
+    handler.set_train_loader(loader)
+    handler.train(3)
+    stepper = Stepper(stepped.module, stepped.optimizer)
+    for _ in range(3):
+        for inputs, targets in stepper.batches(loader):
+            stepper.backward(nn.functional.mse_loss(stepped(inputs), targets))
+            stepper.step()
+    assert sampler.epochs == [0, 1, 2] * 2
+    plain.set_train_loader(DataLoader(data, 4, sampler=DistributedSampler(data, world_size, rank, seed=1)))
+    plain.train(3)
+    for one in (handler, stepped):
+        torch.testing.assert_close(one.module.state_dict(), plain.module.state_dict(), rtol=1e-10, atol=0)
 
 
 @ranks(2)
