@@ -331,6 +331,8 @@ class Training:
         self.pending = ""
 
     def _emit_step_records(self) -> None:
+        if has_failed():  # then a state is saved without them: they are means over all ranks
+            return
         if records := self._step_records.take():
             self._emitted = records
             self._events.emit(Callback.on_step_records, records)

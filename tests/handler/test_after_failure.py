@@ -22,13 +22,22 @@ class Dying(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Hears(Callback):
+    """Hears of the numbers of each step, as a tracker does."""
+
+    def on_step_records(self, handler, records):
+        pass
+
+
 @ranks(2, manager=False, dies=[1])
-def test_each_rank_saves_a_file_of_its_own(monkeypatch, tmp_path, rank):
+@pytest.mark.parametrize("callbacks", [[], [Hears]])
+def test_each_rank_saves_a_file_of_its_own(callbacks, monkeypatch, tmp_path, rank):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
     monkeypatch.chdir(tmp_path)
     DistributedManager.initialize(timeout=60)
     handler = make_handler(4)
-    handler.add_callback(Dying())
+    for callback in (*callbacks, Dying):
+        handler.add_callback(callback())
     with pytest.raises((JobFailed, RuntimeError)):
         handler.train(2)
     handler.save("model.pt")
