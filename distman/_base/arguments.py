@@ -14,12 +14,12 @@ from types import ModuleType
 
 
 def check_number(name: str, value: int, *, least: int = 1, remedy: str = "Pass a positive number.") -> int:
-    """Return a whole number that is not too small."""
+    """Return a whole number that is not too small, as one of Python."""
     if not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, got {value!r}. Pass an integer.")
-    if operator.index(value) < least:
+    if (number := operator.index(value)) < least:
         raise ValueError(f"{name} must be at least {least}, got {value}. {remedy}")
-    return value
+    return number
 
 
 def check_choice(name: str, value: object, choices: Sequence[str | None]) -> None:

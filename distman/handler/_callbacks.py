@@ -42,7 +42,8 @@ class _Monitoring(Callback):
         name = self._monitor
         if name not in record and ("val_loss" in record or not handler.validates):
             raise ValueError(f"monitor must be a name in the history, got {name!r}. The history has {sorted(record)}.")
-        self._follow(handler, record.get(name))  # None if it is of validations, and this epoch had none
+        value = record.get(name)  # None if it is of validations, and this epoch had none
+        self._follow(handler, None if value is None else float(value))  # one of NumPy, say, which files do not hold
 
     def on_validation_end(self, handler: NNHandler, record: Record) -> None:
         if "step" in record and self._monitor.startswith("val_"):  # else the epoch ends, which counts

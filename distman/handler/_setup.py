@@ -34,6 +34,7 @@ from distman.training import (
     options_of,
     plain,
     updated,
+    without_numpy,
 )
 
 
@@ -63,7 +64,7 @@ class Scheduling:
         return self.monitor if isinstance(self.scheduler, ReduceLROnPlateau) else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.scheduler is None else self.scheduler.state_dict()
+        return {} if self.scheduler is None else without_numpy(self.scheduler.state_dict())
 
 
 class Schedules:

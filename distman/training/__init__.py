@@ -19,6 +19,7 @@ from distman.training._optimizers import (
     options_of as options_of,
     plain as plain,
     updated as updated,
+    without_numpy as without_numpy,
 )
 from distman.training._sharding import place_parts as place_parts
 from distman.training._sources import (

@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 
 from distman._base.arguments import check_choice
 from distman._base.log import logger
 from distman._base.text import printable
-from distman.checkpoint import without_compiled as bare_name
+from distman.checkpoint import map_state, without_compiled as bare_name
 from distman.errors import CheckpointError
 from distman.manager import DistributedManager
 from distman.training._sharding import place_optimizer_state
@@ -107,9 +108,14 @@ def plain(value: Any) -> Any:
         return {str(name): plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return value.item()
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def without_numpy(state: Any) -> Any:
+    """Return a state with Python's numbers in the place of NumPy's, which schedules bring, and files do not hold."""
+    return map_state(state, lambda value, _: value.item() if isinstance(value, np.generic) else value)
 
 
 def class_of(value: object) -> str:
@@ -200,7 +206,7 @@ class Optimizers:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        states = {name: optimizer.state_dict() for name, optimizer in self.by_name.items()}
+        states = {name: without_numpy(optimizer.state_dict()) for name, optimizer in self.by_name.items()}
         return {"optimizers": states, "described": self._described}
 
     def compare(self, state: Mapping[str, Any], changes: Changes) -> list[str]:

@@ -391,6 +391,56 @@ def test_a_state_from_before_any_training_begins_anew_in_the_same_program(from_f
     assert runs[0] == runs[1][:2] == runs[2]
 
 
+class NotesNumpy(Callback):
+    """Adds what NumPy computes to the records, as the functions of scikit-learn do."""
+
+    def on_epoch_end(self, handler, record):
+        record["f1"] = np.float32(np.cos(record["epoch"]))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("kind", ["lr", "options", "batch size", "LambdaLR", "CyclicLR", "SequentialLR", "monitor"])
+def test_numbers_of_numpy_are_saved_as_those_of_python(kind, world_size, tmp_path):
+    def prepared(cut_at=None):
+        handler = make_handler(16)
+        handler.set_train_loader(regression(), batch_size=np.int64(16 // world_size) if kind == "batch size" else 8)
+        if kind in ("lr", "options"):
+            options = {} if kind == "lr" else {"weight_decay": np.float32(0.1), "amsgrad": np.True_}
+            handler.set_optimizer(torch.optim.Adam, lr=np.logspace(-2, -1, 3)[1], **options)
+        schedules = torch.optim.lr_scheduler
+
+        def cosine(optimizer):
+            return schedules.LambdaLR(optimizer, lambda step: np.cos(step / 10))
+
+        if kind == "LambdaLR":
+            handler.set_scheduler(cosine, per="step")
+        if kind == "CyclicLR":
+            handler.set_scheduler(
+                schedules.CyclicLR, base_lr=np.float32(0.01), max_lr=np.float64(0.1), cycle_momentum=False, per="step"
+            )
+        if kind == "SequentialLR":
+            handler.set_scheduler(
+                lambda one: schedules.SequentialLR(one, [schedules.ConstantLR(one), cosine(one)], milestones=[1])
+            )
+        if kind == "monitor":
+            keeper = ModelCheckpoint(tmp_path / "kept", monitor="f1", mode="max")
+            for callback in (NotesNumpy(), EarlyStopping("f1", mode="max", patience=2), keeper):
+                handler.add_callback(callback)
+        if cut_at is not None:
+            handler.add_callback(CutsOff(cut_at))
+        return handler
+
+    whole = prepared()
+    whole.train(3)
+    cut, resumed = prepared(cut_at=whole.num_steps - 1), prepared()
+    cut.auto_save(tmp_path / "run", every_steps=1)
+    with pytest.raises(CutOffError):
+        cut.train(3)
+    resumed.auto_save(tmp_path / "run", on_change="error")
+    resumed.train(3)
+    assert_equal(resumed, whole)
+
+
 @ranks(2)
 def test_files_that_are_no_checkpoints(tmp_path, rank):
     handler = make_handler(8)
