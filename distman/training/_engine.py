@@ -10,11 +10,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Literal
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from distman._base.arguments import check_choice, check_number
 from distman._coordination import step_times
 from distman._coordination.wait_scope import WaitScope
-from distman._torch_internals import is_distributed_tensor, norms, tree_map
+from distman._torch_internals import is_distributed_tensor, norms, tree_leaves, tree_map
 from distman.collectives import fused_all_reduce
 from distman.data import generators_preserved
 from distman.errors import DistmanError
@@ -208,6 +209,9 @@ class Engine:
         with averages, self.model.training() as model:
             with self.autocast(), self.model.explaining_unused():
                 outcome = objective(model, batch)
+            if not self._share and self.model.is_sharded:  # whose parameters get their gradients past their hooks
+                outputs = [one for one in tree_leaves(outcome.outputs) if isinstance(one, torch.Tensor)]
+                _add_zeros_to([one for one in outputs if one.requires_grad])
             self.backward(outcome.loss, [*self.optimizers])
         return outcome
 
@@ -219,16 +223,26 @@ class Engine:
         self.emit("on_before_backward", loss)
         waits = WaitScope("backward of the model", computes=True) if self._wraps else nullcontext()
         step_times.current().enter(step_times.BACKWARD)
-        with self._full_precision(), waits:
+        with self._full_precision(), waits, nullcontext() if share else self._adding_zeros():
             self._scaler.scale(loss).backward(
                 gradient=_root_of(loss, share * self._world_size if self._wraps else share),
                 retain_graph=retain_graph,
                 inputs=self._inputs_of(chosen),
             )
         for name in chosen:
-            self._losses.setdefault(name, []).append(loss.detach())
+            self._losses.setdefault(name, []).append(loss.detach() if share else torch.zeros_like(loss))
         step_times.current().enter(step_times.COMPUTING)
         self.emit("on_after_backward")
+
+    @contextmanager
+    def _adding_zeros(self) -> Iterator[None]:
+        """Let the gradient of a batch that counts 0 be 0: that of a mean over no samples is NaN."""
+        hooks = _add_zeros_to([one for one in self.model.module.parameters() if one.requires_grad])
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _inputs_of(self, names: Sequence[str]) -> list[torch.nn.Parameter] | None:
         """Return the parameters that get a gradient; None for all, as a wrapped model needs it."""
@@ -415,7 +429,7 @@ class Engine:
             with self.autocast():
                 loss = closure()
             check_loss(loss)
-            total += loss.detach().reshape(()) * share
+            total += loss.detach().reshape(()) * share if share else 0
         if name not in self._losses:
             raise DistmanError(
                 f"closure must call backward() for its optimizer, got none for {name!r}. Call it with the loss, and "
@@ -533,9 +547,14 @@ def _norm_of(norms: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _root_of(loss: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return where a backward pass begins: with NaN if the loss is not finite, so that it is seen on all ranks."""
+    """Return where a backward pass begins: with NaN if a loss that counts is not finite, so that all ranks see it."""
     loss = loss.detach()
-    return (loss - loss) + factor
+    return (loss - loss) + factor if factor else torch.zeros_like(loss)
+
+
+def _add_zeros_to(tensors: Sequence[torch.Tensor]) -> list[RemovableHandle]:
+    """Let the gradients of tensors be 0."""
+    return [one.register_hook(torch.zeros_like) for one in tensors]
 
 
 def check_loss(loss: object) -> None:

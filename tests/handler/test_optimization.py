@@ -1,3 +1,6 @@
+import copy
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +11,7 @@ from distman.errors import NonFiniteLossError
 from distman.handler import NNHandler
 from distman.testing import ranks
 
-from .problems import GLOBAL_BATCH, Normed, assert_same_on_all_ranks, make_handler, reference, regression
+from .problems import GLOBAL_BATCH, Network, Normed, assert_same_on_all_ranks, make_handler, reference, regression
 
 
 @ranks(1, 3)
@@ -102,6 +105,57 @@ def test_a_step_with_such_a_loss_can_be_left_out_on_all_ranks(amp, world_size):
     assert handler.num_steps + sum(handler.history["skipped"]) == 2 * 5
     assert all(loss == loss for loss in handler.history["loss"])
     assert_same_on_all_ranks(handler.module)
+
+
+def mean_where_seen(outputs, targets):
+    """Return a mean squared error over what is seen, which is 0 by 0 where nothing is."""
+    is_seen = ~targets.isnan()
+    return ((outputs - targets.nan_to_num()).square() * is_seen).sum() / is_seen.sum()
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "own step", "closure"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_mean_over_no_samples_counts_nothing(accumulate, kind, world_size):
+    """Nothing is seen in whole batches on some ranks, and in one step on all of them."""
+    inputs, targets = regression(num_samples=24).tensors
+    targets[torch.tensor([1, 2, 3, 6, 7, 8, 9, 10, 11, 16, 17])] = torch.nan
+    optimizer = functools.partial(torch.optim.LBFGS, max_iter=3) if kind == "closure" else torch.optim.SGD
+
+    def step(stepper, batch):
+        def closure():
+            loss = mean_where_seen(stepper.module(batch[0]), batch[1])
+            stepper.backward(loss)
+            return loss
+
+        if kind == "closure":
+            stepper.step(closure=closure)
+        else:
+            closure()
+            stepper.step()
+
+    handler = NNHandler(Network, seed=1, strategy="fsdp" if kind == "fsdp" else "ddp")
+    plain = copy.deepcopy(make_handler(8).module)
+    handler.set_optimizer(optimizer, lr=0.1)
+    handler.set_loss_fn(mean_where_seen, num_samples=lambda batch: int((~batch[1].isnan()).sum()))
+    if kind in ("own step", "closure"):
+        handler.set_step(step)
+    handler.set_train_loader(TensorDataset(inputs, targets), batch_size=6 // world_size, shuffle=False)
+    handler.train(2, accumulate=accumulate)
+    assert handler.num_steps == 2 * 4 // accumulate
+    stepped = optimizer(plain.parameters(), lr=0.1)
+    for rows in [*torch.arange(24).split(6 * accumulate)] * 2:
+
+        def closure(rows=rows):
+            stepped.zero_grad()
+            loss = mean_where_seen(plain(inputs[rows]), targets[rows])
+            loss.backward()
+            return loss
+
+        if not targets[rows].isnan().all():
+            stepped.step(closure)
+    expected = plain(inputs).detach()
+    torch.testing.assert_close(handler.predict(inputs, all_ranks=True), expected, rtol=1e-9, atol=1e-9)
 
 
 @ranks(2)
