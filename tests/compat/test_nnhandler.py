@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import TensorDataset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
 import distman
 from distman._base import process_state as _process_state
+from distman._torch_internals import tree_leaves, tree_structure
 from distman.compat import nnhandler
 from distman.compat.nnhandler import (
     Callback,
@@ -473,6 +475,41 @@ def test_batches_of_each_type_of_model():
     assert [len(one) for one in outputs] == [3, 1]
 
 
+def rows(index):
+    return torch.full((index % 3 + 1, 2), float(index))
+
+
+PREDICTED = {
+    "padded": lambda inputs: inputs,
+    "of unlike sizes": lambda inputs: [rows(int(one[0, 0])) for one in inputs],
+    "mappings": lambda inputs: [{"boxes": rows(int(one[0, 0])), "label": f"{one[0, 0]:g}"} for one in inputs],
+    "a list of several": lambda inputs: [inputs, inputs.sum(1)],
+    "of the whole batch": lambda inputs: {"mean": inputs.mean(), "number": len(inputs)},
+}
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("kind", PREDICTED)
+@pytest.mark.parametrize(("num_samples", "size"), [(6, 2), (7, 3), (2, 4), (0, 2)])
+def test_predictions_are_what_the_model_returns_for_each_batch(kind, num_samples, size, rank):
+    class Model(torch.nn.Module):
+        def forward(self, inputs):
+            return PREDICTED[kind](inputs)
+
+    loader = DataLoader(
+        [rows(index) for index in range(num_samples)],
+        batch_size=size,
+        collate_fn=lambda samples: pad_sequence(samples, batch_first=True),
+    )
+    predicted = NNHandler(Model).predict(loader)
+    assert (predicted is None) == (rank > 0)
+    if rank == 0:
+        expected = [Model()(inputs) for inputs in loader]
+        assert tree_structure(predicted) == tree_structure(expected)
+        for one, other in zip(tree_leaves(predicted), tree_leaves(expected), strict=True):
+            assert torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
+
+
 @ranks(1, 2)
 def test_score_based_models(rank):
     handler = NNHandler(Shift, model_type="score_based")
@@ -500,6 +537,8 @@ def test_score_based_models(rank):
     with pytest.raises(TypeError, match=r"sde must be an equation of distman\.score"):
         handler.sample((4, 2), 5)
     assert handler.score(1.0, x).shape == x.shape
+    with pytest.raises(TypeError, match=r"must return outputs for a batch alone, .* Call score\(t, x\), sample\(\)"):
+        handler.predict(DataLoader(TensorDataset(x)))
 
     class Twos(Sampler):
         def sample(self, N, device, **kwargs):  # noqa: N803 - its name there

@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distman import checkpoint, score
-from distman._torch_internals import tree_map
 from distman._version import VERSION
 from distman.compat.nnhandler import _checkpoints, _kinds
 from distman.compat.nnhandler._checkpoints import remember, with_suffix
@@ -22,7 +21,9 @@ from distman.compat.nnhandler._ddp import start
 from distman.compat.nnhandler._events import Bridge, Callback, Logs, Validating
 from distman.compat.nnhandler._kinds import DataLoaderType, ModelType, Sampler, initialize_logger
 from distman.compat.nnhandler._names import REFUSED_METHODS, refuse
+from distman.data import length_of
 from distman.handler import evaluating
+from distman.topology import split_sizes
 
 Factory = Callable[..., Any]
 
@@ -488,14 +489,26 @@ class NNHandler:
     def predict(self, data_loader: DataLoader[Any], apply_ema: bool = True) -> list[Any] | None:
         """Return the outputs of each batch, in the order of the dataset, on rank 0; None elsewhere.
 
-        Collective. Blocking. The ranks share the work, whatever sampler the loader has.
+        Collective. Blocking. The ranks share the batches, whatever sampler the loader has.
+
+        Raises:
+            TypeError: The model is a score-based one; or the dataset has no length.
         """
+        if self._model_type is ModelType.SCORE_BASED:
+            raise TypeError(
+                "the model must return outputs for a batch alone, got a score-based one. Call score(t, x), sample() or "
+                "log_likelihood()."
+            )
         size = data_loader.batch_size or 1
-        outputs = self.distman.predict(data_loader.dataset, batch_size=size, collate_fn=data_loader.collate_fn)
-        if self._rank:
-            return None
-        starts = range(0, len(data_loader.dataset), size)  # type: ignore[arg-type]  # what predict() takes has a length
-        return [tree_map(lambda one, first=first: one[first : first + size], outputs) for first in starts]
+        samples = range(length_of(data_loader.dataset))
+        batches = [samples[first : first + size] for first in samples[::size]]
+        sizes = split_sizes(len(batches), self._world_size)
+        first = sum(sizes[: self._rank])
+        own = batches[first : first + sizes[self._rank]]
+        options = {name: getattr(data_loader, name) for name in ("num_workers", "collate_fn", "pin_memory")}
+        loader = DataLoader(data_loader.dataset, batch_sampler=own, **options)
+        outputs = self.distman.predict(loader, samples=lambda one: [one])  # what a batch returns is one entry
+        return None if self._rank else outputs or []
 
     @property
     def sde(self) -> Any:
