@@ -475,6 +475,25 @@ def test_batches_of_each_type_of_model():
     assert [len(one) for one in outputs] == [3, 1]
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("model_type", ["regression", "generative"])
+def test_a_handler_without_a_loss_passes_the_model_what_it_takes(model_type, tmp_path, rank):
+    path = str(tmp_path / "handler.pth")
+    parts = [torch.full((4, 2), float(index)) for index in range(2 if model_type == "generative" else 3)]
+    loader = DataLoader(TensorDataset(*parts), batch_size=3)
+    made = NNHandler(Net, model_type=model_type)
+    made.save(path)
+    with torch.no_grad():
+        expected = made(parts[0], parts[-1])
+    for handler in (
+        made,
+        NNHandler.load(path),
+        NNHandler.initialize_from_checkpoint(path, Net, model_type=model_type),
+    ):
+        predicted = handler.predict(loader)
+        assert rank or torch.allclose(torch.cat(predicted), expected)
+
+
 def rows(index):
     return torch.full((index % 3 + 1, 2), float(index))
 
