@@ -279,6 +279,39 @@ def test_early_stopping_and_checkpoints(tmp_path):
 
 
 @ranks(1, 2)
+@pytest.mark.parametrize(
+    ("interval", "saves_last", "saved"),
+    [(-1, True, [3]), (-1, False, [3]), (2, True, [2, 3]), (2, False, [2]), (3, True, [3]), (0, True, [])],
+)
+def test_the_last_epoch_is_saved_also_where_a_callback_made_it_the_last(interval, saves_last, saved, tmp_path):
+    class OnOneRank(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.handler._stop_training = epoch == 2 and self.handler._rank == 0
+
+    handler = make()
+    handler.add_callback(OnOneRank())
+    handler.auto_save(interval, save_path=str(tmp_path), name="{epoch}")
+    handler.train(10, save_on_last_epoch=saves_last)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{epoch}.pth" for epoch in saved]
+    for epoch in saved:
+        assert len(NNHandler.load(str(tmp_path / f"{epoch}.pth")).train_losses) == epoch
+
+
+@ranks(1, 2)
+def test_the_best_weights_are_those_that_were_validated(tmp_path):
+    handler = make()
+    handler.add_metric("constant", lambda *_: 1.0)
+    handler.add_callback(EarlyStopping("val_constant", patience=2, mode="max", restore_best_weights=True))
+    handler.add_callback(ModelCheckpoint(str(tmp_path / "{epoch}"), save_best_only=False, save_weights_only=True))
+    handler.train(10, ema_decay=0.9)
+    assert len(handler.train_losses) == 3
+    best = distman.checkpoint.load(tmp_path / "1.pth")
+    for module in (handler.module, handler.ema):
+        assert all(torch.equal(best[name], value) for name, value in module.state_dict().items())
+    assert handler.distman.evaluate(data(), batch_size=4)["loss"] == pytest.approx(handler.val_losses[0])
+
+
+@ranks(1, 2)
 def test_a_loaded_handler_goes_on(tmp_path):
     path = str(tmp_path / "handler.pth")
     handler = make()

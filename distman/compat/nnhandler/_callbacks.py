@@ -40,6 +40,11 @@ class _Monitoring(Callback):
         return self._best.improves(float(value))
 
 
+def _validated(handler: Any) -> list[torch.nn.Module]:
+    """Return what has the weights that validations measure, and the handler has in the end; the average first."""
+    return [one for one in (handler.ema, handler.module) if one is not None]
+
+
 class ModelCheckpoint(_Monitoring):
     """Saves the handler, or the weights alone, after the best epochs or after every so many.
 
@@ -48,7 +53,7 @@ class ModelCheckpoint(_Monitoring):
         monitor: Name of the result by which the best epoch is chosen.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
         save_best_only: Save only when the result is the best so far.
-        save_weights_only: Save the state of the model alone.
+        save_weights_only: Save the state of the model alone; of its moving average, if there is one.
         save_freq: Number of epochs between two saves, without ``save_best_only``.
         verbose: Log each save.
     """
@@ -74,7 +79,7 @@ class ModelCheckpoint(_Monitoring):
             return
         path = with_suffix(self.filepath.format(**logs))
         if self.save_weights_only:
-            checkpoint.save(checkpoint.model_state(self.handler.module), path)
+            checkpoint.save(checkpoint.model_state(_validated(self.handler)[0]), path)
         else:
             self.handler.save(path)
         if self.verbose:
@@ -96,7 +101,7 @@ class EarlyStopping(_Monitoring):
         patience: Number of epochs in a row without improvement after which the training ends.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
         verbose: Log the end.
-        restore_best_weights: Go back to the weights of the best epoch at the end.
+        restore_best_weights: Go back to the weights of the best epoch when it ends the training.
     """
 
     def __init__(
@@ -122,14 +127,15 @@ class EarlyStopping(_Monitoring):
         if has_improved is None:
             return
         if has_improved and self.restore_best_weights:
-            self.best_weights = copy.deepcopy(checkpoint.model_state(self.handler.module))
+            self.best_weights = copy.deepcopy(checkpoint.model_state(_validated(self.handler)[0]))
         self.wait = 0 if has_improved else self.wait + 1
         if self.wait < self.patience:
             return
         self.stopped_epoch = epoch + 1
         self.handler._stop_training = True
         if self.best_weights is not None:
-            checkpoint.load_model_state(self.handler.module, self.best_weights)
+            for model in _validated(self.handler):
+                checkpoint.load_model_state(model, self.best_weights)
         if self.verbose:
             self.handler.log(f"epoch {epoch + 1}: {self.monitor} has stopped improving")
 

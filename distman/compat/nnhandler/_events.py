@@ -101,7 +101,7 @@ class Bridge(ours.Callback):
         return self._total
 
     def on_train_begin(self, handler: ours.NNHandler) -> None:
-        self.phase = "train"
+        self.phase, self._last = "train", {}
         start, total = self.done + self._offset, self._total + self._offset
         self._call(
             "on_train_begin", logs={"start_epoch": start, "total_epochs": total, "world_size": self._nn._world_size}
@@ -134,10 +134,13 @@ class Bridge(ours.Callback):
         self._call("on_epoch_end", epoch=self.epoch, logs=logs)
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in logs.items() if isinstance(value, float))
         self._nn.log(f"epoch {self.epoch + 1}/{self._total + self._offset}: {numbers}")
-        self._nn._save_after(logs, is_last=self.done == self._total)
+        self._nn._save_after(logs, is_last=False)
         self._last = logs
 
     def on_train_end(self, handler: ours.NNHandler) -> None:
+        """Save after what has turned out to be the last epoch, and call the callbacks."""
+        if self._last:
+            self._nn._save_after(self._last, is_last=True)
         self._call("on_train_end", logs={**self._last, "final_epoch": self.epoch + 1})
         self.phase = ""
 

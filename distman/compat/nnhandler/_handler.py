@@ -406,7 +406,8 @@ class NNHandler:
         interval = self.save_interval
         if not interval or self.save_path is None:
             return
-        if (interval > 0 and logs["epoch"] % interval == 0) or (is_last and (interval < 0 or self._saves_last)):
+        is_due = interval > 0 and logs["epoch"] % interval == 0
+        if (interval < 0 or (self._saves_last and not is_due)) if is_last else is_due:
             path = Path(self.save_path) / with_suffix(self.save_model_name.format(**logs))
             self.save(path)
             if self.overwrite_last_saved and self._last_saved not in (None, path) and self._rank == 0:
