@@ -14,6 +14,36 @@ from distman._cli.keep.verdict import Health
 from distman._coordination.failure.starter import count_oom_kills
 from distman.environments import parse_hostlist
 
+_OPTIONS = (
+    """
+    A B b C c D d e F G i J L M m N n o p q r S T t W w x accel-bind account acctg-freq bb bbf bcast-exclude begin
+    chdir cluster-constraint clusters comment constraint container container-id core-spec cores-per-socket cpu-bind
+    cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution epilog error exclude export
+    extra extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags
+    het-group hint input job-name jobid licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu
+    mincpus mpi msg-timeout network nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
+    ntasks-per-socket ntasks-per-tres open-mode output partition power prefer priority profile prolog qos relative
+    reservation segment signal slurmd-debug sockets-per-node switches task-epilog task-prolog thread-spec threads
+    threads-per-core time time-min tmp treewidth tres-bind tres-per-task uid wait wckey
+    """,
+    """
+    I k K bcast compress consolidate-segments contiguous disable-status exact exclusive external help hold immediate
+    interactive kill-on-bad-exit label multi-prog nice no-allocate no-kill oom-kill-step overcommit overlap
+    oversubscribe preserve-env propagate pty quiet quit-on-interrupt reboot resv-ports send-libs spread-job stepmgr
+    test-only unbuffered usage use-min-nodes verbose version whole x11
+    """,
+)
+"""Of srun: those that have a value, and those that have none, or only one in the same word.
+
+Source:
+    Slurm documentation, srun; those of versions up to 25.05.
+"""
+
+_WITH_VALUE, _ALONE = (frozenset(names.split()) for names in _OPTIONS)
+
+_FLAGS = "EhHlOQsuvVXZ"
+"""Short options that have no value, of which one word may hold several, and one of the others after them."""
+
 
 class Here:
     """Starts each try as the first one: on this machine, or wherever its launcher will."""
@@ -131,25 +161,48 @@ def read_options(words: Sequence[str]) -> Options:
     """Return how many nodes and tasks the options of srun ask for, and all the other words.
 
     Raises:
-        ValueError: They choose the hosts by themselves.
+        ValueError: They choose the hosts by themselves, or it is unclear where the program begins.
     """
     numbers: dict[str, int | None] = {"-N": None, "-n": None}
     long = {"--nodes": "-N", "--ntasks": "-n"}
     rest: list[str] = []
     words = list(words)
-    while words and (words[0].startswith("-") or (rest and rest[-1].startswith("-") and "=" not in rest[-1])):
+    while words and words[0].startswith("-") and words[0] != "--":
         word = words.pop(0)
-        name, equals, value = word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
+        flags, name, value = _parts_of(word)
+        own = [word]
+        if value is None and _has_value(name, words):
+            own += words[:1]
+            value = words.pop(0) if words else ""
         if name in ("-w", "--nodelist", "-x", "--exclude"):
             raise ValueError(f"{name} chooses hosts, as `distman keep` does. Leave it out of the srun command.")
         short = long.get(name, name)
         if short in numbers:
-            number = value if equals else words.pop(0) if words else ""
-            if not number.isdecimal():
+            if value is None or not value.isdecimal():
                 raise ValueError(
-                    f"{name} must be a number, got {number!r}. Write, for example, {name}{'=' * (name != short)}4."
+                    f"{name} must be a number, got {value!r}. Write, for example, {name}{'=' * (name != short)}4."
                 )
-            numbers[short] = int(number)
-        else:
-            rest.append(word)
+            numbers[short], own = int(value), flags
+        rest += own
     return Options(numbers["-N"], numbers["-n"], (*rest, *words))
+
+
+def _parts_of(word: str) -> tuple[list[str], str, str | None]:
+    """Return the flags in a word, the option after them, and the value of that, if it is in this word."""
+    if word.startswith("--"):
+        name, equals, value = word.partition("=")
+        return [], name, value if equals else None
+    option = word[1:].lstrip(_FLAGS)
+    flags = word.removesuffix(option)
+    return [flags] if flags != "-" else [], f"-{option[:1]}", option[1:] or None
+
+
+def _has_value(name: str, words: Sequence[str]) -> bool:
+    """Return whether the next one of some words is the value of an option that has none in its own word."""
+    option = name.lstrip("-")
+    if option and option not in _WITH_VALUE | _ALONE and words and not words[0].startswith("-"):
+        raise ValueError(
+            f"{name} must be an option of srun that `distman keep` knows, got one before {words[0]!r}, which may be "
+            f"its value or the program. Write {name}{'=' * name.startswith('--')}{words[0]}, or -- before the program."
+        )
+    return option in _WITH_VALUE

@@ -23,6 +23,37 @@ def test_numbers_of_nodes_and_tasks_are_taken_from_srun(words):
     assert command == ["srun", *options, "-l", "--mem", "4G", "python", "train.py"]
 
 
+@pytest.mark.parametrize(
+    ("options", "numbers", "left"),
+    [
+        ("-l", (None, None), "-l"),
+        ("-u -K --exclusive --overlap", (None, None), "-u -K --exclusive --overlap"),
+        ("-luN 4 -vn8", (4, 8), "-lu -v"),
+        ("-K1 -I60 -N4", (4, None), "-K1 -I60"),
+        ("--nodes 4 --label --ntasks=8 --pty", (4, 8), "--label --pty"),
+        ("-J -n --job-name -N", (None, None), "-J -n --job-name -N"),
+        ("--mem 4G -c 2 -tra", (None, None), "--mem 4G -c 2 -tra"),
+        ("--of-a-plugin=7 -N 4", (4, None), "--of-a-plugin=7"),
+        ("--of-a-plugin -N 4", (4, None), "--of-a-plugin"),
+        ("-n8 --of-a-plugin --", (None, 8), "--of-a-plugin --"),
+        ("--", (None, None), "--"),
+    ],
+)
+@pytest.mark.parametrize(
+    "program", ["python -u train.py -n 64", "./train.sh -N 128 -w 0.01 --exclude=x", "env -x a", ""]
+)
+def test_options_of_the_program_are_not_those_of_srun(options, numbers, left, program):
+    found = read_options([*options.split(), *program.split()])
+    assert (found.nodes, found.tasks) == numbers
+    assert found.rest == (*left.split(), *program.split())
+
+
+@pytest.mark.parametrize(("option", "remedy"), [("--of-a-plugin", "--of-a-plugin=python"), ("-P", "-Ppython")])
+def test_what_may_be_a_value_or_the_program_is_not_guessed(option, remedy):
+    with pytest.raises(ValueError, match=f"^{option} must be an option of srun .* Write {remedy}, or -- before"):
+        read_options(["-l", option, "python", "-n", "64"])
+
+
 def test_without_a_number_of_tasks_srun_decides():
     environ = {name: value for name, value in ALLOCATION.items() if name != "SLURM_NTASKS"}
     placement = in_allocation("python", environ=environ)
@@ -43,7 +74,7 @@ def test_more_nodes_than_the_allocation_has_are_refused():
         in_allocation("-N5", "python")
 
 
-@pytest.mark.parametrize("option", ["-w", "--nodelist=n1", "-x", "--exclude=n1"])
+@pytest.mark.parametrize("option", ["-w", "--nodelist=n1", "-x", "--exclude=n1", "-lxn1"])
 def test_a_command_that_chooses_hosts_itself_is_refused(option):
     with pytest.raises(ValueError, match="chooses hosts, as `distman keep` does"):
         read_options([option, "n1", "python"])
