@@ -121,6 +121,7 @@ class _Job:
                 self._attend(max(0.0, self._steps[0][0] - time.monotonic()) if self._steps else None)
                 self._heed_signals()
                 self._take_steps()
+            end_descendants()  # what is left behind may write without end
             while self._attend(0.0):  # what they have written last
                 pass
         for console in self._consoles.values():

@@ -254,6 +254,15 @@ def test_what_a_rank_leaves_behind_is_ended(script):
     assert not any(psutil.pid_exists(int(line[3:])) for line in done.stdout.splitlines())
 
 
+@pytest.mark.parametrize("stream", [1, 2])
+def test_what_a_rank_leaves_behind_cannot_hold_it_up_by_writing(stream, script):
+    text = f"""
+    import subprocess
+    child = subprocess.Popen(["yes"], stdout={stream})
+    """
+    assert finish("-n", 2, script(text)).returncode == 0
+
+
 def test_each_rank_has_a_file(script, tmp_path):
     path = script("import distman\nprint('out', rank)\nprint('err', file=sys.stderr)\nassert rank == 0, 'wrong'")
     done = finish("-n", 2, "--log-dir", tmp_path / "logs" / "today", path)
