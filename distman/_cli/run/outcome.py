@@ -48,6 +48,10 @@ class RankOutcome:
         return f"distman run: rank {self.rank} ended since {self.first.headline}\n" if self.first is not None else ""
 
     @property
+    def has_raised(self) -> bool:
+        return self.own is not None and self.own.error_type != KeyboardInterrupt.__name__
+
+    @property
     def end(self) -> str:
         if self.exit_code >= 0:
             return f"exit code {self.exit_code}"
@@ -72,11 +76,15 @@ class Outcome:
 
     @property
     def failure(self) -> FailureRecord | None:
-        """What failed first, as the ranks say, or as their ends do; None where nothing did, or the job was ended."""
-        if self.interruption is not None or self.wants_restart:
+        """What failed first, as the ranks say, or as their ends do; None where nothing did.
+
+        Of a job that was ended, only what a rank has raised itself: a save may have failed.
+        """
+        if self.wants_restart:
             return None
-        known = {one.rank for one in self.ranks}
-        failed = [one for one in self.ranks if one.exit_code]
+        ranks = [one for one in self.ranks if self.interruption is None or one.has_raised]
+        known = {one.rank for one in ranks}
+        failed = [one for one in ranks if one.exit_code]
         firsts = [one.first for one in failed if one.first is not None and one.first.rank in known]
         owns = [dataclasses.replace(one.own, rank=one.rank) for one in failed if one.own is not None]
         if not firsts and not owns:
@@ -117,17 +125,18 @@ class Outcome:
         failure = self.failure
         if self.wants_restart:
             return f"distman run: the ranks have saved, and ask to be started again (exit code {WANTS_RESTART})."
+        told = []
         if self.interruption is not None:
-            return "\n".join([f"distman run: ended by {signal.Signals(self.interruption).name}.", *self._killed()])
+            told = [f"distman run: ended by {signal.Signals(self.interruption).name}."]
         if failure is None:
-            return ""
+            return "\n".join([*told, *self._killed()])
         guilty = next(one for one in self.ranks if one.rank == failure.rank)
         headline = f"distman run: rank {guilty.rank} failed (pid {guilty.pid}, {guilty.end})"
         if failure.traceback_text:
             first = f"{headline}:\n{printable_lines(failure.traceback_text)}"
         else:
             first = f"{headline}: it {printable(failure.error_text)}"
-        return "\n".join([first, *self._others(failure), *self._killed()])
+        return "\n".join([*told, first, *self._others(failure), *self._killed()])
 
     def _killed(self) -> list[str]:
         ranks, grace = shown_ranks(self.overdue), f"{self.grace:g} s"

@@ -1,4 +1,7 @@
+import json
 import signal
+
+import pytest
 
 from distman._cli.run.outcome import Outcome, RankOutcome
 from distman._coordination.failure.record import FailureRecord
@@ -89,6 +92,27 @@ def test_two_errors_of_their_own_are_both_told():
 def test_ctrl_c_is_no_failure_of_a_rank():
     ended = outcome((0, 1, record(0, "KeyboardInterrupt", ""), False), interruption=signal.SIGINT)
     assert (ended.exit_code, ended.report()) == (130, "distman run: ended by SIGINT.")
+
+
+@pytest.mark.parametrize("interruption", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("first", [1, 0])
+def test_an_error_of_a_rank_is_told_though_the_job_was_ended(interruption, first):
+    died = FailureRecord(2, "n1", 102, "died", "died: its connection broke.")
+    ranks = (
+        ended(2, -interruption),
+        ended(0, 1, own=record(0, "KeyboardInterrupt", ""), first=record(0, "KeyboardInterrupt", "")),
+        ended(1, 1, own=record(1), first=record(1) if first else died),
+    )
+    job = Outcome(ranks, interruption)
+    assert (job.exit_code, job.failure.rank) == (128 + interruption, 1)
+    assert job.report().splitlines()[:4] == [
+        f"distman run: ended by {interruption.name}.",
+        "distman run: rank 1 failed (pid 101, exit code 1):",
+        "  Traceback ...",
+        "  ValueError: boom",
+    ]
+    assert json.loads(job.to_json())["failure"]["error_type"] == "ValueError"
+    assert Outcome(ranks[:2], interruption).report() == f"distman run: ended by {interruption.name}."
 
 
 def test_ranks_that_have_saved_ask_to_be_started_again_whatever_signal_told_them():

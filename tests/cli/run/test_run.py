@@ -226,6 +226,25 @@ def test_a_rank_that_saves_for_longer_than_its_grace_is_killed_with_a_sentence(s
     ]
 
 
+def test_a_save_that_fails_when_the_job_is_asked_to_end_is_told(script, started):
+    text = f"""
+    import distman
+    def save(*_):
+        if rank == 1: raise OSError(28, "No space left")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    {WAITS}
+    """
+    process = started("-n", 2, script(text), stderr=subprocess.PIPE)
+    wait_for_lines(process, 2)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors.splitlines()[0] == "distman run: ended by SIGTERM."
+    assert "rank 1 failed (pid " in errors
+    assert "\n  OSError: [Errno 28] No space left\n" in errors
+
+
 def test_a_rank_that_has_saved_leaves_the_others_their_grace(script):
     """Longer than after a failure."""
     done = finish("-n", 2, script("time.sleep(8 * rank); sys.exit(75)"))
