@@ -27,7 +27,7 @@ from distman._coordination.failure.delivery import Delivery, Stage, ends_block, 
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.short_traceback import show
-from distman._coordination.failure.starter import is_shown_by_starter, write_error_file
+from distman._coordination.failure.starter import has_told_of_another, is_shown_by_starter, write_error_file
 from distman._coordination.timeouts import keep_threads, leave, run_with_timeout
 from distman.errors import JobFailed, _on_acknowledgement
 
@@ -92,8 +92,11 @@ class _Hook:
         self.reserve.close()
         is_told = threading.Event()
         leave(lambda: self.end_if_printing(is_told))
+        has_heard = has_told_of_another()
         try:
-            self.tell(error, lambda: self.show(error_type, error, trace))
+            self.tell(
+                error, lambda: self.show(error_type, error, trace, is_late=has_heard and not has_told_of_another())
+            )
         finally:
             is_told.set()
 
@@ -125,9 +128,14 @@ class _Hook:
         if error is not None and self.thread_reporter is None:
             write(f"distman: {args.exc_type.__name__} ended a thread of this rank. {_ONLY_A_THREAD}")
 
-    def show(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print an error by the hook before this one; without one, standard error may be blocked."""
-        if is_shown_by_starter():
+    def show(
+        self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None, *, is_late: bool
+    ) -> None:
+        """Print an error by the hook before this one; without one, standard error may be blocked.
+
+        One that came late, after another rank's failure, has only a line in what the starter shows.
+        """
+        if is_shown_by_starter() and not is_late:
             return
         is_plain = self.previous is sys.__excepthook__ or getattr(self.previous, "__module__", "") == "distman._startup"
         if not is_plain:

@@ -110,7 +110,16 @@ def write_error_file(rank: int, mine: FailureRecord, first: FailureRecord | None
     path = os.environ.get(ERROR_FILE)
     if path:
         with contextlib.suppress(OSError):  # it is there already, or its folder is gone
+            if own is not None and has_told_of_another():
+                Path(path).unlink()
             write_new(Path(path), json.dumps(said))
+
+
+def has_told_of_another() -> bool:
+    """Return whether the starter is told of another rank's failure alone: what this one raises itself came after it."""
+    with contextlib.suppress(Exception):  # no file, or that of torch's decorator
+        return json.loads(Path(os.environ[ERROR_FILE]).read_bytes())[RECORD]["own"] is None
+    return False
 
 
 def is_shown_by_starter() -> bool:

@@ -245,6 +245,31 @@ def test_a_save_that_fails_when_the_job_is_asked_to_end_is_told(script, started)
     assert "\n  OSError: [Errno 28] No space left\n" in errors
 
 
+@pytest.mark.parametrize(
+    "reaction",
+    [
+        "try: manager.barrier()\nexcept distman.JobFailed: open('/nowhere/state.pt')",
+        "try: manager.barrier()\nfinally: open('/nowhere/state.pt')",
+        "with distman.surviving_failure(): manager.barrier()\nopen('/nowhere/state.pt')",
+    ],
+)
+def test_what_a_rank_raises_after_the_failure_of_another_is_told_too(reaction, script):
+    path = script(
+        f"""
+import distman
+manager = distman.DistributedManager.initialize()
+if rank == 1: raise ValueError("boom")
+{reaction}
+"""
+    )
+    done = finish("-n", 2, path)
+    assert "distman run: rank 1 failed" in done.stderr
+    assert "rank 0 failed too (exit code 1): FileNotFoundError: [Errno 2] " in done.stderr
+    shown = [line for line in done.stderr.splitlines() if line.startswith("0: ")]
+    assert any(line.endswith(", in <module>") for line in shown)
+    assert shown[-1].endswith("FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/state.pt'")
+
+
 def test_a_rank_that_has_saved_leaves_the_others_their_grace(script):
     """Longer than after a failure."""
     done = finish("-n", 2, script("time.sleep(8 * rank); sys.exit(75)"))
