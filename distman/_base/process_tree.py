@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -31,6 +32,14 @@ def end_descendants() -> None:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
+
+
+def running_children() -> set[int]:
+    """Return the children of this process that have not ended; those that have are waited for."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    return set(_children())
 
 
 def _children() -> list[int]:

@@ -127,6 +127,44 @@ time.sleep(60)
     assert done.stdout == "ready\n"
 
 
+@pytest.mark.parametrize("left", ["sleep 1000", "setsid sleep 1000", "(trap '' TERM; sleep 1000; sleep 1000)"])
+def test_nothing_of_a_try_is_left_when_the_next_one_starts(left, tmp_path):
+    (tmp_path / "job.sh").write_text(
+        f"""
+        if [ -e first ]; then [ -d /proc/$(cat first) ] && echo beside; exit 0; fi
+        {left} &
+        echo $! > first
+        exit 3
+        """
+    )
+    with start([*keep("--restarts", 1), "bash", "job.sh"], env={}, cwd=tmp_path) as running:
+        done = running.wait(timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_a_script_has_started_may_save_when_the_tries_are_ended(number, tmp_path):
+    program = """
+import signal, sys, time
+from pathlib import Path
+def save(*_):
+    time.sleep(1)
+    Path("saved").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "job.sh").write_text(f"{sys.executable} train.py\nexit $?\n")
+    with start([*keep("--restarts", 0), "bash", "job.sh"], env={}, cwd=tmp_path) as running:
+        running.wait_for_output("ready")
+        os.kill(running.pid, number)
+        done = running.wait(timeout=LIMIT)
+    assert done.returncode == 128 + number
+    assert (tmp_path / "saved").exists()
+
+
 WRITES_MUCH = """
 import os
 for _ in range(1000):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import IO, cast
 
 from distman._base import timing
+from distman._base.process_tree import adopt_orphans, end_descendants, running_children
 from distman._base.text import printable
-from distman._cli.keep.placement import Placement, place
+from distman._cli.keep.placement import Here, Placement, place
 from distman._cli.keep.verdict import Ended, Notes, Verdict, judge, waits_for_lost_hosts
 from distman._cli.parser import at_least
 from distman._cli.run.job import ending_with_starter
@@ -32,6 +34,7 @@ _EPILOG = (
 )
 _RESTARTS = 2
 _KEPT_BYTES = 1 << 16  # of what was written last to standard error
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHELL = 128  # what a shell adds to the number of the signal that ended a command
 
 
@@ -82,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         placement = place(command, os.environ, arguments.spare, arguments.min_nodes)
     except ValueError as problem:
         arguments.parser.error(str(problem))
+    adopt_orphans()
     try:
         with (
             tempfile.TemporaryDirectory(
@@ -197,10 +201,33 @@ class _Watch:
                     self._hand_on(number)
                 self._look_for_failure()
                 self._take_steps()
-        os.close(end)
+            selector.unregister(end)
+            os.close(end)
+            has_failed = self._process.returncode != 0 or self._interruption is not None
+            if has_failed and isinstance(self._placement, Here):  # srun leaves nothing
+                self._end_rest(selector)
         reader.join(timing.KEEP_AFTER_TERM)  # a process that was left behind may hold the other end
         code = self._process.returncode
         return Ended(code if code >= 0 else _SHELL - code, self._errors, self._interruption, self._is_ended)
+
+    def _end_rest(self, selector: selectors.BaseSelector) -> None:
+        """End what the command has left behind, as a shell script does that dies of SIGTERM: it may still save.
+
+        Where this process is asked to end, it has the time that it needs, unless that is asked for again.
+        """
+        end = math.inf if self._interruption is not None else time.monotonic() + timing.KEEP_AFTER_TERM
+        told: set[int] = set()
+        while rest := running_children():
+            for pid in rest - told:
+                os.kill(pid, signal.SIGTERM)
+            told |= rest
+            selector.select(timing.KEEP_EVERY)
+            for number in received(self._signals):
+                if number in _ENDING:
+                    end = end if self._interruption is None else 0.0  # at once
+                    self._interruption = number
+            if time.monotonic() >= end:
+                end_descendants()
 
     @property
     def _errors(self) -> str:
@@ -215,7 +242,7 @@ class _Watch:
                 sys.stderr.buffer.flush()
 
     def _hand_on(self, number: int) -> None:
-        if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number in _ENDING:
             self._interruption = number
         if number != signal.SIGWINCH and not (number == signal.SIGINT and is_from_terminal()):
             self._process.send_signal(number)
