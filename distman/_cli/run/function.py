@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from distman._base.interpreter import environment, options, program
+from distman._base.process_tree import end_with_parent
 from distman._cli.output import shown_ranks
 from distman._cli.run.job import number_of_ranks
 from distman._cli.run.outcome import OF_A_SHELL
@@ -26,6 +27,8 @@ T = TypeVar("T")
 _CALL = "call"  # the file with a pickle of function, arguments and keyword arguments
 _STARTER = """
 from distman._cli import main
+from distman._cli.run.function import end_with_caller
+end_with_caller({pid})
 sys.exit(main())
 """
 _RANK = """
@@ -39,7 +42,8 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
     """Call a function in several new processes on this machine, the ranks of a job.
 
     Local. Each rank is an interpreter of its own; the function calls ``DistributedManager.initialize()`` as a script
-    does. What they write is shown as of ``distman run``, in a notebook below its cell. Ctrl-C ends them.
+    does. What they write is shown as of ``distman run``, in a notebook below its cell. Ctrl-C ends them. When this
+    program is ended, they get SIGTERM, and may save.
 
     Args:
         function: Called on every rank; it, its arguments and what it returns are pickled by cloudpickle, so that it may
@@ -104,7 +108,7 @@ def _start(arguments: list[str]) -> int:
     """Start the job, and show what it writes where this program writes, be that a notebook's cell."""
     is_own = _is_the_process_s(sys.stdout)
     with subprocess.Popen(
-        [sys.executable, *options(), *program(_STARTER), *arguments],
+        [sys.executable, *options(), *program(_STARTER.format(pid=os.getpid())), *arguments],
         env=environment(),
         stdout=None if is_own else subprocess.PIPE,
         stderr=None if is_own else subprocess.STDOUT,
@@ -115,10 +119,16 @@ def _start(arguments: list[str]) -> int:
             for line in job.stdout or ():
                 sys.stdout.write(line)
             return job.wait()
-        except KeyboardInterrupt:
-            job.send_signal(signal.SIGINT)
-            job.wait()
+        except BaseException as error:  # also what a handler of SIGTERM raises
+            job.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+            job.communicate()
             raise
+
+
+def end_with_caller(pid: int) -> None:
+    """Let this process, the starter of a job, get SIGTERM when the one that has called for it ends."""
+    if not end_with_parent(signal.SIGTERM, pid) and not Path(f"/proc/{pid}").exists():
+        sys.exit(1)  # it had ended before
 
 
 def _is_the_process_s(stream: Any) -> bool:

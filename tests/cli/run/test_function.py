@@ -123,6 +123,30 @@ def test_nothing_is_left():
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
+CALLER = """
+import os, signal, sys
+import distman
+{handler}
+def wait():
+    print(os.getpid(), flush=True)
+    signal.pause()
+distman.run(wait, n=2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))"])
+def test_the_ranks_end_with_the_program_that_called(number, handler, tmp_path):
+    (tmp_path / "caller.py").write_text(CALLER.format(handler=handler))
+    with subprocess.Popen([sys.executable, "caller.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as caller:
+        ranks = [psutil.Process(int(caller.stdout.readline()[3:])) for _ in range(2)]
+        caller.send_signal(number)
+        _, alive = psutil.wait_procs([*ranks, caller], timeout=60)
+        for process in alive:
+            process.kill()
+    assert alive == []
+
+
 def test_a_notebook_has_results_output_and_errors_in_its_cells(tmp_path):
     cells = [
         "import distman\nfactor = 3",
