@@ -224,7 +224,7 @@ class _Watch:
             selector.select(timing.KEEP_EVERY)
             for number in received(self._signals):
                 if number in _ENDING:
-                    end = end if self._interruption is None else 0.0  # at once
+                    end = end if self._interruption is None or number == signal.SIGHUP else 0.0  # at once
                     self._interruption = number
             if time.monotonic() >= end:
                 end_descendants()
@@ -270,4 +270,5 @@ class _Watch:
 
 
 def _say(sentence: str) -> None:
-    print(f"distman keep: {printable(sentence)}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it any more, or the terminal is closed
+        print(f"distman keep: {printable(sentence)}", file=sys.stderr, flush=True)

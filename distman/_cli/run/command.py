@@ -11,8 +11,9 @@ from distman._base import timing
 from distman._base.private_files import create_anew
 from distman._base.text import printable
 from distman._cli.parser import at_least
+from distman._cli.run.console import despite_closed_terminal
 from distman._cli.run.function import program_of_rank
-from distman._cli.run.job import Plan, number_of_ranks, run_job
+from distman._cli.run.job import OutputError, Plan, number_of_ranks, run_job
 from distman._coordination.stop_signals import stop_signals
 from distman.environments import detect
 from distman.errors import DistmanError
@@ -62,12 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
         outcome = run_job(plan)
     except BrokenPipeError:
         raise  # the reader has what it wants
+    except OutputError as error:
+        return _complain(f"writing what the ranks print failed: {str(error).rstrip('.')}. They have been ended.")
     except OSError as error:
         return _complain(f"starting the ranks failed: {str(error).rstrip('.')}. None is left.")
     if arguments.json:
         print(outcome.to_json())
     elif outcome.exit_code and arguments.report is None:
-        print(outcome.report(), file=sys.stderr, flush=True)
+        with despite_closed_terminal(sys.stderr):
+            print(outcome.report(), file=sys.stderr, flush=True)
     try:
         if arguments.report is not None:
             with os.fdopen(create_anew(arguments.report), "w", encoding="utf-8") as file:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable
-from typing import IO
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
 
 _COLORS = (36, 33, 35, 32, 34, 31)  # foreground colours of ranks, in turn. Source: ECMA-48, SGR 30 to 37
 _MOST_WITHOUT_END = 1 << 16
@@ -15,6 +18,19 @@ _MOST_WITHOUT_END = 1 << 16
 COMMAND = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 """A command to a terminal. Source: ECMA-48, control sequences."""
 _CLEAR_LINE = b"\r\x1b[K"
+
+
+@contextmanager
+def despite_closed_terminal(stream: IO[Any]) -> Iterator[None]:
+    """Let a stream lead nowhere once its terminal is closed: the ranks may still save."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO or not stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 class Console:
@@ -47,6 +63,11 @@ class Console:
 
     def write(self, rank: int, data: bytes, stream: int = 1) -> None:
         """Take what a rank has written, cut anywhere; ``stream`` is its own, where several of it end up here."""
+        with despite_closed_terminal(self._stream):
+            self._take(rank, data, stream)
+            self._stream.flush()
+
+    def _take(self, rank: int, data: bytes, stream: int) -> None:
         key = rank, stream
         *lines, rest = (self._pending.pop(key, b"") + data).split(b"\n")
         if len(rest) > _MOST_WITHOUT_END:
@@ -60,7 +81,6 @@ class Console:
             self._show(self._prefix(rank) + _last_state(line) + b"\n" for line in lines)
         if rest and self.is_terminal and (self._drawn is None or self._drawn[0] == key):
             self._draw(key, self._prefix(rank) + self._fitted(_last_state(rest)))
-        self._stream.flush()
 
     def close(self) -> None:
         """Show the last lines, though they have no end."""

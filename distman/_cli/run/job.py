@@ -52,10 +52,15 @@ class Plan:
     stop_signals: tuple[int, ...] = DEFAULT_SIGNALS  # what asks them
 
 
+class OutputError(Exception):
+    """What the ranks write cannot be shown, or kept in a file."""
+
+
 def run_job(plan: Plan) -> Outcome:
     """Start the ranks, show what they write, and return when all have ended, with what they started.
 
-    Where one cannot be started, or a file cannot be written, that is an OSError, and none is left.
+    Where one cannot be started, or a file cannot be made, that is an OSError, and none is left; where what they write
+    can no longer be written on, it is an OutputError.
     """
     adopt_orphans()
     folder = tempfile.TemporaryDirectory(prefix="distman-run-", ignore_cleanup_errors=True)
@@ -116,6 +121,16 @@ class _Job:
         return tuple(console.columns if console.is_terminal else None for console in self._consoles.values())
 
     def wait(self) -> Outcome:
+        try:
+            self._attend_all()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(error) from error
+        ends = [dataclasses.replace(one, last_lines=last_lines(self._errors.get(one.rank, b""))) for one in self._ended]
+        return Outcome(tuple(ends), self._interruption, tuple(self._overdue), self._plan.grace)
+
+    def _attend_all(self) -> None:
         with self._selector:
             while self._running:
                 self._attend(max(0.0, self._steps[0][0] - time.monotonic()) if self._steps else None)
@@ -126,8 +141,6 @@ class _Job:
                 pass
         for console in self._consoles.values():
             console.close()
-        ends = [dataclasses.replace(one, last_lines=last_lines(self._errors.get(one.rank, b""))) for one in self._ended]
-        return Outcome(tuple(ends), self._interruption, tuple(self._overdue), self._plan.grace)
 
     def _attend(self, seconds: float | None) -> bool:
         """Do what the files say that are readable within a time; False if none was."""
@@ -178,6 +191,8 @@ class _Job:
     def _end_all(self, number: int) -> None:
         """Tell the ranks what this process is told; when it is told again, end them at once."""
         now = time.monotonic()
+        if self._interruption is not None and number == signal.SIGHUP:
+            return  # that a terminal is closed, the kernel says, and a shell again
         if self._interruption is not None:
             self._steps = [(now, signal.SIGKILL)]
         else:

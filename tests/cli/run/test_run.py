@@ -1,10 +1,13 @@
 """``distman run``, with real ranks."""
 
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import psutil
 import pytest
@@ -155,8 +158,12 @@ def started():
     """Start ranks, which are gone at the end of the test."""
     processes = []
 
-    def start(*arguments, **kwargs):
-        processes.append(subprocess.Popen(distman_run(*arguments), stdout=subprocess.PIPE, text=True, **kwargs))
+    def start(*arguments, hangup=signal.SIG_DFL, **kwargs):
+        def prepare():  # these tests may run under nohup
+            signal.signal(signal.SIGHUP, hangup)
+
+        options = {"stdout": subprocess.PIPE, "text": True, "preexec_fn": prepare} | kwargs
+        processes.append(subprocess.Popen(distman_run(*arguments), **options))
         return processes[-1]
 
     yield start
@@ -335,6 +342,49 @@ def test_ranks_may_save_and_ask_to_be_started_again(number, script, started, mon
     process.send_signal(number)
     assert process.communicate(timeout=LIMIT)[1].endswith("ask to be started again (exit code 75).\n")
     assert process.returncode == 75
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_ranks_may_save_when_their_terminal_is_closed(number, script, started, monkeypatch):
+    monkeypatch.setenv("DISTMAN_STOP_SIGNALS", "TERM,HUP")
+    text = """
+    def save(*_):
+        os.write(1, b"saving")
+        print("...", file=sys.stderr)
+        sys.exit(75)
+    signal.signal(signal.SIGHUP, save)
+    print("up")
+    while True: signal.pause()
+    """
+    terminal, end = pty.openpty()
+    process = started("-n", 2, script(text), stdin=subprocess.DEVNULL, stdout=end, stderr=end)
+    os.close(end)
+    shown = b""
+    while shown.count(b"up") < 2:
+        shown += os.read(terminal, 1000)
+    os.close(terminal)
+    for _ in range(number):  # the kernel says so, and the shell may
+        process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=LIMIT) == 75
+
+
+def test_a_hangup_is_ignored_under_nohup(script, started):
+    path = script("print(signal.getsignal(signal.SIGHUP).name)\nif rank == 0: input()")
+    process = started("-n", 2, path, stdin=subprocess.PIPE, hangup=signal.SIG_IGN)
+    lines = wait_for_lines(process, 2)
+    process.send_signal(signal.SIGHUP)
+    process.communicate("\n", timeout=LIMIT)
+    assert sorted(lines) == ["0: SIG_IGN\n", "1: SIG_IGN\n"]
+    assert process.returncode == 0
+
+
+def test_what_ranks_write_and_cannot_be_shown_is_no_failure_of_the_start(script, started):
+    with Path("/dev/full").open("w") as full:
+        process = started("-n", 2, script(WAITS), stdout=full, stderr=subprocess.PIPE)
+    assert process.communicate(timeout=LIMIT)[1].splitlines()[0] == (
+        "distman run: writing what the ranks print failed: [Errno 28] No space left on device. They have been ended."
+    )
+    assert process.returncode == 1
 
 
 def test_the_report_is_for_programs(script, tmp_path):
