@@ -20,8 +20,9 @@ _BATCH_EVENTS = ("on_train_batch_begin", "on_train_batch_end", "on_val_batch_beg
 class Callback:
     """The events of a training, one method each, called on every rank with the results of all ranks.
 
-    An exception ends the training on all ranks. ``on_train_batch_end`` follows the step of the optimizer that the batch
-    is part of; its loss and metrics, as those of ``on_val_batch_end``, are this rank's.
+    An exception ends the training on all ranks. ``on_train_batch_end`` follows the step of the optimizer; where several
+    batches make a step, that of the last one does, and the others come before. Its loss and metrics, as those of
+    ``on_val_batch_end``, are this rank's.
 
     Attributes:
         handler: The :class:`NNHandler`, once the callback has been added to one.
@@ -49,7 +50,7 @@ class Callback:
         """Called before the model sees a batch."""
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Called after the optimizer's step."""
+        """Called after a batch, and after the optimizer's step if the batch is the last one of it."""
 
     def on_val_begin(self, logs: Logs | None = None) -> None:
         """Called before a validation."""

@@ -37,9 +37,9 @@ class _MarkError(ValueError, RuntimeError):
 
 
 def compute_split_shapes(size: int, num_chunks: int) -> list[int]:
-    """Return the lengths of the chunks of a dim: all but the last are equal, and the last is not longer.
+    """Return the lengths of the chunks of a dim: all are equal but the last, which takes what is left.
 
-    Local. :func:`distman.split_sizes` is balanced instead.
+    Local. That may be more than the others have. :func:`distman.split_sizes` is balanced instead.
 
     Example:
         >>> compute_split_shapes(14, 4), compute_split_shapes(9, 4)
