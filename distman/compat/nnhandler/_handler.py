@@ -503,7 +503,7 @@ class NNHandler:
             )
         size = data_loader.batch_size or 1
         samples = range(length_of(data_loader.dataset))
-        batches = [samples[first : first + size] for first in samples[::size]]
+        batches = [[*samples[first : first + size]] for first in samples[::size]]
         sizes = split_sizes(len(batches), self._world_size)
         first = sum(sizes[: self._rank])
         own = batches[first : first + sizes[self._rank]]
