@@ -300,6 +300,11 @@ def _awaited_in(name: str, variables: Mapping[str, Any], members: tuple[int, ...
     return (members[one],) * (me != one) if name in _FROM_ONE else members * (me == one)
 
 
+def is_in_backward() -> bool:
+    """Return whether this is called by a backward pass, which computes once more what was not kept, say."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def queue_callback(call: Callable[[], None]) -> None:
     """Let the backward pass that this is called in call a function at its end, in the order of these calls."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

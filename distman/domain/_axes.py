@@ -94,7 +94,10 @@ def _of_same_numbers(tensor: torch.Tensor) -> Layout | None:
 def _place_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
         return None
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+    try:
+        return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+    except RuntimeError:  # it has no memory, as within torch.vmap
+        return None
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

@@ -127,8 +127,10 @@ class Root(nn.Module):
 
     @outside_graphs  # of torch.compile, which does not see how fields are split
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._domain.running(self, args, kwargs):
-            return super().forward(*args, **kwargs)
+        with self._domain.running(self, args, kwargs) as guard:
+            result = super().forward(*args, **kwargs)
+        guard.check(result)
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = super().__reduce_ex__(protocol)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from distman._coordination.wait_scope import collective
-from distman._torch_internals import tree_map
+from distman._torch_internals import is_in_backward, tree_map
 from distman.collectives import GroupLike, all_gather_numbers, check_call, resolve_group
 from distman.domain._axes import (
     Axis,
@@ -57,6 +57,13 @@ _INSTEAD = {
 }
 
 
+_OF_UNKNOWN = (
+    "of a tensor nobody knows how it is split, since neither the model has it nor a function of torch has made it. "
+    "Register it as a buffer, or pass it to the model; put functions of other kinds, such as scripted ones, before the "
+    "model or behind it"
+)
+
+
 class Domain:
     """The state of a decomposed model, which its layers share and which is no part of its state dict."""
 
@@ -66,13 +73,13 @@ class Domain:
         self.seen: dict[tuple[Any, ...], Layout | None] = {}  # by layer and shape; None: split in several ways
 
     @contextlib.contextmanager
-    def running(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def running(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Guard]:
         """Find out how the inputs are split, and watch over the functions that compute on them."""
         self._lay_out(module, [*_tensors((args, kwargs))])
         outer, self.guard = self.guard, Guard(module)
         try:
-            with self.guard:
-                yield
+            with self.guard as guard:
+                yield guard
         finally:
             self.guard = outer
 
@@ -137,17 +144,14 @@ class OnBlocks:
         if domain.guard is not None:
             layout = domain.guard.find(input)
             if layout is None:
-                raise self.refuse(
-                    f"must know how its input is split, got a tensor of shape {shape} that no function of torch has "
-                    f"made from a block. {_INSTEAD['']}"
-                )
+                raise self.refuse(f"must know how its input is split, got a tensor of shape {shape}: {_OF_UNKNOWN}")
             domain.seen[self, shape] = layout if domain.seen.get((self, shape), layout) == layout else None
             return layout
         found = layout_of(input) or domain.seen.get((self, shape))
-        if found is None:
+        if found is None or not is_in_backward():
             raise DistmanError(
                 f"a decomposed {type(self).__name__} must be called within its model, got a call for a tensor of shape "
-                f"{shape} that was not there before. Call the module that was given to decompose."
+                f"{shape} outside of it. Call the module that was given to decompose."
             )
         return found
 
@@ -218,14 +222,23 @@ class Guard(TorchFunctionMode):
     def find(self, tensor: torch.Tensor) -> Layout | None:
         """Return how a tensor is split, {} if it is whole, as what belongs to the model is; None if nobody knows."""
         found = find_layout(tensor)
-        if found is None and (isinstance(tensor, torch.nn.Parameter) or id(tensor) in self._buffers):
+        if found is None and (isinstance(tensor, torch.nn.Parameter) or id(tensor) in self._own):
             found = {}
             set_layout(tensor, found)  # to be found at once from now on
         return found
 
     @functools.cached_property
-    def _buffers(self) -> set[int]:
-        return {id(buffer) for buffer in self._module.buffers()}
+    def _own(self) -> set[int]:
+        return {id(tensor) for module in self._module.modules() for tensor in _tensors(vars(module))}
+
+    def check(self, result: Any) -> None:
+        """Refuse to return what nobody knows to be a block, or whole."""
+        for tensor in _tensors(result):
+            if self.find(tensor) is None:
+                raise ValueError(
+                    f"a decomposed {type(self._module).__name__} must return tensors that torch has made, got one of "
+                    f"shape {tuple(tensor.shape)}: {_OF_UNKNOWN}."
+                )
 
     def __torch_function__(
         self, func: Function, _types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -238,8 +251,10 @@ class Guard(TorchFunctionMode):
         if any(given):
             name = _name_of(func)
             rule = _rule_of(name)
-            if rule is None:
+            if rule is None or (name == "where" and len(args) + len(kwargs) < 3):  # which is nonzero
                 raise _refusal(name, "it is not known to treat each position alone")
+            if None in given:
+                raise _refusal(name, _OF_UNKNOWN)
             layout = rule(name, func, args, kwargs)
         result = func(*args, **kwargs)
         if layout is not None:
@@ -265,17 +280,27 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _name_of(func: Any) -> str:
     name: str = func.__name__
+    if str(getattr(func, "__module__", "")).startswith("torch.autograd"):
+        return f"autograd_{name}"  # which attributes of tensors may be called, too
     if name in ("__get__", "__set__"):
         name = func.__self__.__name__
     return name.strip("_") or name
 
 
-def _reading(*_: Any) -> Layout:
+def _reading(*_: Any) -> None:
+    """Leave what is known of tensors as it is."""
+
+
+def _made(*_: Any) -> Layout:
     return {}
 
 
-def _unknown(*_: Any) -> None:
-    """Let nobody know how what a tensor is a view of is split."""
+def _gradient(name: str, _func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
+    """Return how the inputs are split, by which torch.autograd.grad differentiates; those of whole ones are sums."""
+    layouts = [layout_of(one) for one in _tensors(kwargs.get("inputs", args[1] if len(args) > 1 else ()))]
+    if not layouts or not all(one and one == layouts[0] for one in layouts):
+        raise _refusal(name, "it differentiates by what is not split as its other inputs are")
+    return layouts[0]
 
 
 def _pointwise(name: str, _func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
@@ -320,8 +345,9 @@ def _telling(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, A
     fields = [tensor for tensor in _tensors((args, kwargs)) if layout_of(tensor)]
     if name == "einsum" and len(fields) > 1:
         raise _refusal(name, "it multiplies fields")
-    longest = 1 + max(max(tensor.shape) for tensor in _tensors((args, kwargs)) if tensor.ndim)
     axes = dict.fromkeys(axis for tensor in fields for axis in layout_of(tensor).values())
+    shapes = [tensor.shape for tensor in _tensors((args, kwargs)) if tensor.ndim]
+    longest = 1 + max(max(map(max, shapes)), *(axis.length for axis in axes))  # beyond any part that is taken
     # Odd multiples: what is left of one of them is no other one.
     lengths = {axis: longest * (2 * at + 3) for at, axis in enumerate(axes)}
     shape = _shape_of_result(name, func, args, kwargs, lengths)
@@ -372,14 +398,14 @@ def _shape_of_result(
 _RULES: dict[str, Rule] = {
     name: rule
     for rule, names in {
-        _unknown: "base",
         _reading: (
             "shape size dtype device dim ndim numel nelement stride is_contiguous requires_grad is_floating_point "
             "is_complex is_cuda layout data_ptr element_size itemsize is_leaf grad_fn names storage_offset len "
             "is_sparse is_quantized get_device repr hash is_nested version is_meta is_cpu register_hook "
-            "retain_grad nbytes is_signed output_nr is_mkldnn is_inference is_shared is_pinned new_zeros new_ones "
-            "new_full new_empty"
+            "retain_grad nbytes is_signed output_nr is_mkldnn is_inference is_shared is_pinned base"
         ),
+        _made: "new_zeros new_ones new_full new_empty",
+        _gradient: "autograd_grad",
         _pointwise: (  # beside those that torch itself calls so
             "truediv floordiv rsub rdiv radd rmul rtruediv rpow iadd isub imul itruediv and or xor invert dropout "
             "relu6 hardtanh alpha_dropout rrelu elu celu selu logsigmoid tanhshrink softsign softshrink hardshrink "

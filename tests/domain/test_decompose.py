@@ -83,6 +83,12 @@ class Calling(nn.Module):
         return self.function(self, x) if self.layers else self.function(x)
 
 
+def unseen_mean(x):
+    """Compute as an extension does, or a scripted function: past what watches over functions."""
+    with torch._C.DisableTorchFunction():
+        return x.mean(-1, keepdim=True)
+
+
 REFUSED = {
     "pad": (lambda x: functional.pad(x, (1, 1)), "got pad: .*ZeroPad2d"),
     "interpolate": (lambda x: functional.interpolate(x, scale_factor=2), r"got interpolate: .*torch.nn.Upsample"),
@@ -118,6 +124,15 @@ REFUSED = {
     "repeated": (lambda x: x.repeat(1, 1, 2, 1), "got repeat: it does not keep dim -2"),
     "square": (lambda x: x @ x.transpose(-1, -2), "got matmul: it does not keep dim -2"),
     "products": (lambda x: torch.einsum("bchw,bchw->bc", x, x), "got einsum: it multiplies fields"),
+    "where": (lambda x: torch.where(x > 0)[0] + x, "got where: it is not known"),
+    "beyond a block": (lambda x: x[..., :3], "got getitem: it does not keep dim -1"),
+    "made to require a gradient": (lambda x: x.requires_grad_().mean(-1), "got mean: it does not keep dim -1"),
+    "unseen": (lambda x: x - unseen_mean(x), "got sub: of a tensor nobody knows how it is split"),
+    "mapped": (lambda x: x + torch.vmap(torch.sin)(x), "got add: of a tensor nobody knows"),
+    "slope of a whole one": (
+        lambda x: x + torch.autograd.grad((x * (gain := torch.ones(1, requires_grad=True))).sum(1), gain, x[:, 0])[0],
+        "got autograd_grad: it differentiates by what is not split",
+    ),
     "equal": (lambda x: x if torch.equal(x, x) else -x, "got equal: it is not known"),
 }
 
@@ -149,6 +164,10 @@ ALLOWED = {
     "mixed": lambda x: torch.einsum("bihw,oi->bohw", x, torch.ones(3, 2).double()),
     "contracted": lambda x: (x.permute(0, 2, 3, 1) @ torch.ones(2, 2).double()).permute(0, 3, 1, 2),
     "linear": lambda x: functional.linear(x.movedim(1, -1), torch.ones(3, 2).double()).movedim(-1, 1),
+    "slope": lambda x: torch.autograd.grad((y := x.requires_grad_().sin()), x, torch.ones_like(y), create_graph=True)[
+        0
+    ],
+    "chosen": lambda x: torch.where(x > 0, x, 2 * x) + x.where(x < 0, -x),
     "complex": lambda x: torch.view_as_real(torch.complex(x, -x)).movedim(-1, 1).flatten(1, 2),
     "of parts": lambda x: functional.prelu(x, torch.tensor([0.5, -0.5]).double()) + x.contiguous().real,
     "expanded": lambda x: x.expand(2, *x.shape).sum(0) + x.new_zeros(1, 1, 1, 1) + torch.zeros_like(x),
@@ -190,6 +209,9 @@ def test_what_is_not_known_is_named():
         decompose(model, {-1: "world"})
     with pytest.raises(DistmanError, match="a decomposed BlocksConv1d must be called within its model"):
         model[0](torch.ones(1, 1, 5))
+    model(torch.ones(1, 1, 5))
+    with pytest.raises(DistmanError, match="a decomposed BlocksConv1d must be called within its model"):
+        model[0](torch.ones(1, 1, 5))  # though the model has seen such a tensor
     with pytest.raises(ValueError, match="must have the dims"):
         model(torch.tensor(1.0))
     with pytest.raises(ValueError, match="Conv1d in a decomposed model must have a kernel that fits"):
@@ -264,16 +286,19 @@ def test_a_tensor_of_which_nobody_knows_how_it_is_split_is_refused():
     model = decompose(between_convolutions(Unseen.apply), {-1: "world"})
     with pytest.raises(ValueError, match="Conv1d in a decomposed model must know how its input is split"):
         model(torch.ones(1, 1, 3).double())
+    with pytest.raises(ValueError, match="a decomposed Calling must return tensors that torch has made"):
+        decompose(Calling(Unseen.apply), {-1: "world"})(torch.ones(1, 3))
 
     class Positions(nn.Module):
         def __init__(self):
             super().__init__()
             self.register_buffer("grid", torch.linspace(0, 1, 5)[None, None])
             self.convolve, self.scale = nn.Conv1d(1, 2, 3), nn.Parameter(torch.ones(1, 1, 5))
+            self.plain = [torch.ones(1, 1, 5)]
 
         def forward(self, x):
             of_model = self.convolve(self.grid * 2) + self.convolve(self.scale) + self.convolve(torch.ones(1, 1, 5))
-            return x + of_model.mean()
+            return x + of_model.mean() * self.plain[0].mean()
 
     model = Positions()
     expected = model(torch.ones(1, 1, 4))
