@@ -388,8 +388,10 @@ class Engine:
         """Let optimizers step, unless the gradient, which is the same on all ranks then, says no."""
         for name in names:
             self._average(name)
-        self._scaled.update(names)
-        for name in names:
+        # Those whose parameters are frozen, say, have no gradient, without which the scaler refuses them.
+        scaled = [name for name in names if any(one.grad is not None for one in self._parameters[name])]
+        self._scaled.update(scaled)
+        for name in scaled:
             self._scaler.unscale_(self.optimizers[name])
         self.emit("on_before_optimizer_step")
         found = [norm for norm in map(self._clip, names) if norm is not None]
@@ -398,7 +400,10 @@ class Engine:
         if not self._finite.may_be_taken():
             return False
         for name in names:
-            self._scaler.step(self.optimizers[name])
+            if name in scaled:
+                self._scaler.step(self.optimizers[name])
+            else:
+                self.optimizers[name].step()
         self._finite.note_taken()
         return True
 

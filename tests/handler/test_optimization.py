@@ -177,6 +177,23 @@ def test_mixed_precision_learns_and_an_overflow_only_lowers_the_scale(world_size
 
 
 @ranks(2)
+@pytest.mark.parametrize("amp", [None, "bf16", "fp16"])
+def test_an_optimizer_of_a_frozen_part_takes_no_part(amp):
+    handler = NNHandler(lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), seed=0, logger_mode=None)
+    for name, part in (("first", 0), ("second", 1)):
+        handler.set_optimizer(
+            torch.optim.SGD, lr=0.1, name=name, parameters=lambda model, at=part: model[at].parameters()
+        )
+    handler.module[1].requires_grad_(False)
+    frozen, free = (handler.module[at].weight.detach().clone() for at in (1, 0))
+    handler.set_loss_fn(nn.functional.mse_loss)
+    handler.set_train_loader(TensorDataset(torch.ones(8, 3), torch.ones(8, 1)), batch_size=2)
+    handler.train(1, amp=amp)
+    assert torch.equal(handler.module[1].weight, frozen)
+    assert not torch.equal(handler.module[0].weight, free)
+
+
+@ranks(2)
 def test_a_scale_that_is_too_large_is_no_step_and_one_that_cannot_help_is_an_error():
     handler = make_handler(8, dtype=torch.float32)
     handler.set_loss_fn(lambda outputs, targets: nn.functional.mse_loss(outputs, targets) * 1e35)
