@@ -16,7 +16,7 @@ from distman.collectives._all_to_all import (
     indexed_all_to_all_v,
 )
 from distman.collectives._border import refuse as refuse, still_carried as still_carried, with_memory as with_memory
-from distman.collectives._debug import compare_calls as compare_calls
+from distman.collectives._debug import compare_calls as compare_calls, tell_apart as tell_apart
 from distman.collectives._exchange import (
     SendBuffers as SendBuffers,
     all_gather_numbers as all_gather_numbers,

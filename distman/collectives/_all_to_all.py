@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from distman._coordination.tracking import current_wait
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
 from distman._torch_internals import EagerFunction
 from distman.collectives import _debug
 from distman.collectives._border import refuse, refuse_beside, still_carried, with_memory
+from distman.collectives._debug import tell_apart
 from distman.collectives._exchange import exchange, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
@@ -187,7 +187,7 @@ def distributed_transpose(
         raise ValueError(f"dim0 and dim1 must be two dims, got {dim0} twice. Choose two different dims.")
     tensor, lengths, dim1 = shard_sizes("distributed_transpose", tensor, sizes, dim1, members)
     parts = split_sizes(tensor.shape[dim0], members.size)
-    _note(f"sizes {lengths} and {tensor.shape[dim0]} along dim {dim0}")
+    tell_apart(f"sizes {lengths} and {tensor.shape[dim0]} along dim {dim0}")
     result: torch.Tensor = AllToAll.apply(tensor, dim0, parts, dim1, lengths, members)
     return result
 
@@ -200,16 +200,9 @@ def _send_slices(tensor: torch.Tensor, sizes: list[list[int]], dim: int, group: 
             f"{outgoing}. Make them agree."
         )
     incoming = [row[group.rank] for row in sizes]
-    _note(f"sizes {sizes}" if group.size <= _MAX_SHOWN else f"hash of sizes {hash(tuple(map(tuple, sizes)))}")
+    tell_apart(f"sizes {sizes}" if group.size <= _MAX_SHOWN else f"hash of sizes {hash(tuple(map(tuple, sizes)))}")
     result: torch.Tensor = AllToAll.apply(tensor, dim, outgoing, dim, incoming, group)
     return result
-
-
-def _note(text: str) -> None:
-    """Let the calls of ranks with unlike sizes be found to differ."""
-    wait = current_wait()
-    if wait is not None:
-        wait.note += f" {text}"
 
 
 class AllToAll(EagerFunction):

@@ -9,7 +9,17 @@ from typing import Unpack
 import torch
 
 from distman._job.groups.registry import Group
-from distman.collectives import AllToAll, GroupLike, admitted, check_call, normalize_dim, resolve_group, shard_sizes
+from distman.collectives import (
+    AllToAll,
+    GroupLike,
+    admitted,
+    check_call,
+    layout_of,
+    normalize_dim,
+    resolve_group,
+    shard_sizes,
+    tell_apart,
+)
 from distman.fft._arguments import (
     as_length,
     check_norm,
@@ -158,6 +168,7 @@ def _transform(
     length = signal_lengths(kind, name, {dim: full[dim]}, (wanted,))[dim]
     full[dim] = length // 2 + 1 if kind == "rfft" else length
     results = shards if needs_no_sizes else check_out_sizes(out_sizes, out, full[out], members)
+    tell_apart(f"{layout_of(tensor, shard)} along {dim} of {length}, {norm}, {shard} in {shards} to {out} in {results}")
     if name in ("hfft", "ihfft"):
         norm = DUAL[norm]
     local = LocalTransform(kind, (dim,), length, norm)

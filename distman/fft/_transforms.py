@@ -7,7 +7,15 @@ from typing import Unpack
 
 import torch
 
-from distman.collectives import GroupLike, admitted, check_call, resolve_group, shard_sizes
+from distman.collectives import (
+    GroupLike,
+    admitted,
+    check_call,
+    layout_of,
+    resolve_group,
+    shard_sizes,
+    tell_apart,
+)
 from distman.fft._arguments import (
     as_lengths,
     check_among,
@@ -275,6 +283,7 @@ def _transform(
     half = lengths | {dims[-1]: lengths[dims[-1]] // 2 + 1}
     taken, given = half if kind == "irfft" else lengths, half if kind == "rfft" else lengths
     results = check_out_sizes(out_sizes, out, given[out], members)
+    tell_apart(f"{layout_of(tensor, shard)} along {lengths}, {norm}, {shard} in {shards} to {out} in {results}")
     if members.size == 1 and tensor.numel():  # torch fails on a batch of nothing
         whole: torch.Tensor = getattr(torch.fft, name)(tensor, list(lengths.values()), dims, norm)
         return whole

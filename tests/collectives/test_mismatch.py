@@ -24,6 +24,7 @@ from distman.collectives import (
     scatter_v,
 )
 from distman.collectives._exchange import exchange
+from distman.fft import fft, fft2, ifft
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
 from distman.testing import ranks
 
@@ -109,6 +110,18 @@ CALLS = {
     "length of a transpose, in parts of one length": (
         lambda rank, group: distributed_transpose(torch.ones(2, 5 + rank), -1, 0, group, sizes=[2, 2]),
         "6 along dim 1",
+    ),
+    "norm of a transform": (
+        lambda rank, group: fft2(torch.ones(2, 4), norm=[None, "ortho"][rank], sizes=[2, 2], group=group),
+        "ortho",
+    ),
+    "length of a transform": (
+        lambda rank, group: fft(torch.ones(2, 4 + rank), dim=0, shard_dim=0, sizes=[2, 2], group=group),
+        r"\(\*, 5\)",
+    ),
+    "dim of a transform": (
+        lambda rank, group: ifft(torch.ones(2, 4, 4), dim=1 + rank, shard_dim=0, out_dim=1, sizes=[2, 2], group=group),
+        "along 2 of 4",
     ),
     "objects beside tensors": (
         lambda rank, group: all_gather_objects(3, group) if rank else all_gather_v(torch.ones(2), group=group),

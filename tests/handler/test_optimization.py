@@ -184,7 +184,7 @@ def test_an_optimizer_of_a_frozen_part_takes_no_part(amp):
         handler.set_optimizer(
             torch.optim.SGD, lr=0.1, name=name, parameters=lambda model, at=part: model[at].parameters()
         )
-    handler.module[1].requires_grad_(False)
+    handler.module[1].requires_grad_(requires_grad=False)
     frozen, free = (handler.module[at].weight.detach().clone() for at in (1, 0))
     handler.set_loss_fn(nn.functional.mse_loss)
     handler.set_train_loader(TensorDataset(torch.ones(8, 3), torch.ones(8, 1)), batch_size=2)
