@@ -431,8 +431,6 @@ _RULES: dict[str, Rule] = {
 def _rule_of(name: str) -> Rule | None:
     packet = getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-    is_tagged = any(
-        torch.Tag.pointwise in one.tags and all(str(returned.type) == "Tensor" for returned in one._schema.returns)
-        for one in overloads
-    )  # and not torch.equal
+    # torch.equal, which has one answer for all positions, is tagged, too.
+    is_tagged = name != "equal" and any(torch.Tag.pointwise in overload.tags for overload in overloads)
     return _RULES.get(name, _pointwise if is_tagged else None)
