@@ -113,13 +113,15 @@ def write_error_file(rank: int, mine: FailureRecord, first: FailureRecord | None
             if own is not None and has_told_of_another():
                 Path(path).unlink()
             write_new(Path(path), json.dumps(said))
+            _of_another[:] = [path] if own is None else []
+
+
+_of_another: list[str] = []  # the file that this process has written about another rank alone
 
 
 def has_told_of_another() -> bool:
     """Return whether the starter is told of another rank's failure alone: what this one raises itself came after it."""
-    with contextlib.suppress(Exception):  # no file, or that of torch's decorator
-        return json.loads(Path(os.environ[ERROR_FILE]).read_bytes())[RECORD]["own"] is None
-    return False
+    return os.environ.get(ERROR_FILE) in _of_another
 
 
 def is_shown_by_starter() -> bool:

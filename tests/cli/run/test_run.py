@@ -353,14 +353,14 @@ def test_ranks_may_save_when_their_terminal_is_closed(number, script, started, m
         print("...", file=sys.stderr)
         sys.exit(75)
     signal.signal(signal.SIGHUP, save)
-    print("up")
+    print(f"up {rank}")
     while True: signal.pause()
     """
     terminal, end = pty.openpty()
     process = started("-n", 2, script(text), stdin=subprocess.DEVNULL, stdout=end, stderr=end)
     os.close(end)
     shown = b""
-    while shown.count(b"up") < 2:
+    while not all(b"up %d" % rank in shown for rank in range(2)):  # a line may be drawn twice
         shown += os.read(terminal, 1000)
     os.close(terminal)
     for _ in range(number):  # the kernel says so, and the shell may
