@@ -151,7 +151,8 @@ def _copy_tensor(tensor: torch.Tensor, made: dict[tuple[object, ...], torch.Tens
     if not _is_plain_tensor(tensor) or tensor.layout != torch.strided or tensor.device.type == "meta":
         return copy.deepcopy(tensor.detach().cpu())
     memory = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    identity = (*memory, tensor.device, tensor.dtype, type(tensor), tensor.requires_grad)
+    lazy = tensor.is_conj(), tensor.is_neg()  # views that differ from their base in nothing else
+    identity = (*memory, *lazy, tensor.device, tensor.dtype, type(tensor), tensor.requires_grad)
     if identity not in made:
         new = tensor.detach().to("cpu", copy=True)
         is_parameter = isinstance(tensor, torch.nn.Parameter)
@@ -331,4 +332,5 @@ def write_safetensors(state: Mapping[str, Any], location: Location) -> None:
         stream.write(len(table).to_bytes(8, "little"))
         stream.write(table)
         for one in ordered.values():
-            stream.write(one.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            plain = one.detach().cpu().resolve_conj().resolve_neg()
+            stream.write(plain.contiguous().view(-1).view(torch.uint8).numpy().data)

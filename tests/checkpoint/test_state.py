@@ -6,9 +6,11 @@ import io
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
-from distman.checkpoint._state import check_state, copy_to_host
+from distman.checkpoint._location import locate
+from distman.checkpoint._state import check_state, copy_to_host, without_unused_memory, write_safetensors
 
 
 class Colour(enum.IntEnum):
@@ -103,3 +105,29 @@ def test_a_copy_is_equal_and_shares_nothing(tensor):
     assert str(copied) == str(tensor)
     if tensor.layout == torch.strided and tensor.numel():
         assert copied.data_ptr() != tensor.data_ptr()
+
+
+WHOLE = torch.view_as_complex(torch.randn(6, 2, generator=torch.Generator().manual_seed(0)))
+LAZY = {
+    "conjugate": [WHOLE, WHOLE.conj(), WHOLE.conj(), WHOLE.conj().conj()],
+    "negative": [WHOLE.imag, WHOLE.conj().imag],
+    "a part": [WHOLE[1:3], WHOLE[1:3].conj(), WHOLE[1:3].imag, WHOLE[1:3].conj().imag],
+}
+
+
+@pytest.mark.parametrize("copied", [copy_to_host, without_unused_memory])
+@pytest.mark.parametrize("name", LAZY)
+def test_views_whose_signs_are_put_in_later_are_not_taken_for_their_base(name, copied):
+    file = io.BytesIO()
+    torch.save(copied(LAZY[name]), file)
+    file.seek(0)
+    for one, loaded in zip(LAZY[name], torch.load(file, weights_only=True), strict=True):
+        assert torch.equal(loaded, one)
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_other_programs_read_the_signs_that_are_put_in_later(name, tmp_path):
+    state = {str(number): one for number, one in enumerate(LAZY[name])}
+    write_safetensors(state, locate(tmp_path / "weights.safetensors"))
+    loaded = safetensors.torch.load_file(tmp_path / "weights.safetensors")
+    assert all(torch.equal(loaded[key], one) for key, one in state.items())
