@@ -222,10 +222,10 @@ def rank_cached_loader(
 
 
 def _reader(dataset: Dataset[Any]) -> Callable[[range], Any]:
-    """Return a function that reads consecutive samples as one batch."""
-    if isinstance(dataset, TensorDataset):
+    """Return a function that reads consecutive samples as one batch; a subclass may have samples of its own."""
+    if type(dataset) is TensorDataset:
         return lambda chunk: tuple(tensor[chunk.start : chunk.stop] for tensor in dataset.tensors)
-    if isinstance(dataset, Hdf5Dataset):
+    if type(dataset) is Hdf5Dataset:
         return lambda chunk: tuple(torch.as_tensor(data[chunk.start : chunk.stop]) for data in dataset.arrays())
     return lambda chunk: default_collate([dataset[index] for index in chunk])
 

@@ -1,12 +1,13 @@
 from itertools import chain
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from distman.collectives import all_gather_objects
-from distman.data import RankCachedDataset, distributed_loader, rank_cached_loader
+from distman.data import Hdf5Dataset, RankCachedDataset, distributed_loader, rank_cached_loader
 from distman.handler import NNHandler
 from distman.testing import ranks
 
@@ -77,6 +78,32 @@ def test_larger_than_a_chunk():
     for dataset in (TensorDataset(values), [(value,) for value in values]):
         own = torch.cat([batch for (batch,) in rank_cached_loader(dataset, evaluation=True, batch_size=999)])
         assert torch.equal(torch.cat(all_gather_objects(own)), values)
+
+
+class Normalized(TensorDataset):
+    def __getitem__(self, index):
+        return tuple(value - 5 for value in super().__getitem__(index))
+
+
+class Shifted(Hdf5Dataset):
+    """A part of the samples, from the third on."""
+
+    def __len__(self):
+        return super().__len__() - 2
+
+    def __getitem__(self, index):
+        return super().__getitem__(index + 2)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("length", [3, 8])
+def test_what_a_subclass_makes_of_its_samples_is_kept(length, rank, tmp_path):
+    path = tmp_path / f"{rank}.h5"
+    with h5py.File(path, "w") as file:
+        file["numbers"] = range(length)
+    for dataset in (Normalized(torch.arange(length)), Shifted(path, ["numbers"])):
+        own = [int(value) for (batch,) in rank_cached_loader(dataset, evaluation=True) for value in batch]
+        assert [*chain(*all_gather_objects(own))] == [int(dataset[index][0]) for index in range(len(dataset))]
 
 
 @ranks(1)
