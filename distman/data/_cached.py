@@ -151,7 +151,8 @@ class RankCachedDataset(Dataset[Any]):
     def __getitem__(self, indices: Indices) -> Any:
         """Return one sample, or several as one batch; indices are relative to the shard."""
         if not isinstance(indices, torch.Tensor):
-            return self._unflatten([tensor[indices] for tensor in self._tensors])
+            own = slice(self._length)  # the spare sample is for the loader, which asks for it by a tensor
+            return self._unflatten([tensor[own][indices] for tensor in self._tensors])
         if not self._is_pinned:
             indices = indices.to(self._tensors[0].device)
             return self._unflatten([tensor.index_select(0, indices) for tensor in self._tensors])

@@ -59,7 +59,12 @@ def test_each_rank_reads_its_shard_once(rank, world_size, length):
             own += batch["label"][0][: loader.num_own].tolist()
         assert sorted([*chain(*all_gather_objects(own))]) == list(range(length))
     num_read = len(samples.read)
-    assert cached[0]["image"].shape == (2, 3)
+    assert cached[:]["image"].shape[1:] == (2, 3)
+    start = sum(cached.sizes[:rank])
+    assert cached[:]["label"][0].tolist() == [int(one["label"][0]) for one in cached]
+    assert cached[:]["label"][0].tolist() == list(range(start, start + len(cached)))
+    with pytest.raises(IndexError):
+        cached[len(cached)]
     assert len(samples.read) == num_read
 
 
