@@ -130,7 +130,7 @@ class RankCachedDataset(Dataset[Any]):
         length = length_of(dataset)
         if not length:
             raise ValueError("dataset must have at least one sample to be cached, got none. Check where it reads from.")
-        self.sizes = split_sizes(length, members.size)
+        self._ranks, self.sizes = members.ranks, split_sizes(length, members.size)
         start = sum(self.sizes[: members.rank])
         self._length = self.sizes[members.rank]
         spare = 0 if self._length else 1  # a sample for a rank with an empty shard, which takes part with weight 0
@@ -202,7 +202,7 @@ def rank_cached_loader(
 
     Raises:
         TypeError: See :class:`RankCachedDataset`; or an option is for training only.
-        ValueError: See :class:`RankCachedDataset`; or an option is not valid.
+        ValueError: See :class:`RankCachedDataset`; or an option is not valid, or the shard is of another group.
 
     Example on two ranks:
         >>> loader = rank_cached_loader(TensorDataset(torch.arange(5)), batch_size=2, shuffle=False)
@@ -213,6 +213,12 @@ def rank_cached_loader(
         dataset = RankCachedDataset(dataset, device=device, group=group)
     elif device is not None:
         raise TypeError("device must be left out: the dataset is cached already. Pass it to RankCachedDataset.")
+    ranks = resolve_group(group).ranks
+    if dataset._ranks != ranks:
+        raise ValueError(
+            f"group must be the one that shares the shard's dataset, ranks {list(dataset._ranks)}, got ranks "
+            f"{list(ranks)}. Pass that group, or cache the dataset for this one."
+        )
     if evaluation:
         check_for_evaluation(shuffle=shuffle, drop_last=drop_last)
         return _CachedEvaluationLoader(dataset, EvaluationBatches(sum(dataset.sizes), batch_size, group=group))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from distman import DistributedManager
 from distman.collectives import all_gather_objects
 from distman.data import Hdf5Dataset, RankCachedDataset, distributed_loader, rank_cached_loader
 from distman.handler import NNHandler
@@ -133,6 +134,23 @@ def test_samples_that_cannot_be_cached():
         RankCachedDataset(Samples(0))
     with pytest.raises(TypeError, match="device must be left out: the dataset is cached already"):
         rank_cached_loader(RankCachedDataset(Samples(2)), device="cpu")
+
+
+@ranks(4)
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_a_shard_is_for_the_group_that_shares_the_dataset(evaluation):
+    DistributedManager().initialize_mesh((2, 2), ("data", "model"))
+    groups, dataset = ("data", "model", None), TensorDataset(torch.arange(7))
+    shards = {group: RankCachedDataset(dataset, group=group) for group in groups}
+    for made_for, shard in shards.items():
+        for group in groups:
+            if group == made_for:
+                loader = rank_cached_loader(shard, evaluation=evaluation, batch_size=7, group=group)
+                own = [int(value) for (batch,) in loader for value in batch]
+                assert sorted(chain(*all_gather_objects(own, group=group))) == list(range(7))
+            else:
+                with pytest.raises(ValueError, match="group must be the one that shares the shard's dataset, ranks"):
+                    rank_cached_loader(shard, evaluation=evaluation, group=group)
 
 
 @ranks(2)
