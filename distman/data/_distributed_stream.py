@@ -17,6 +17,7 @@ _Position = tuple[int, int, Any]
 """The part that is being read, how many samples of its shard have been taken, and the state of that shard, if any."""
 
 _START: _Position = (0, 0, None)
+_NOT_TOLD = -1  # an epoch, of which the stream leaves to the program what the dataset is told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class DistributedStream(IterableDataset[Any]):
         members = resolve_group(group)
         self.dataset: Any = dataset
         self._rank, self._num_ranks = members.rank, members.size
-        self._epoch = torch.zeros((), dtype=torch.int64)
+        self._epoch = torch.tensor(_NOT_TOLD)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # workers that persist have to see it
         self._begin = self._reached = _START
         self._source: Any = None  # what is read at the position reached; None between two parts
@@ -80,7 +81,7 @@ class DistributedStream(IterableDataset[Any]):
 
     def _read(self, begin: _Position) -> Iterator[Any]:
         first, taken, state = begin
-        if hasattr(self.dataset, "set_epoch"):
+        if hasattr(self.dataset, "set_epoch") and self._epoch != _NOT_TOLD:
             self.dataset.set_epoch(int(self._epoch))
         parts = self._parts()
         for index in range(first, len(parts)):
@@ -146,7 +147,7 @@ def distributed_stream(dataset: Iterable[Any], *, group: GroupLike = None) -> Di
     parts as an iterable, is shared out by whole shards as far as that is even; the shards that are left over, or the
     stream if it has none, are read by several processes each, say n, of which each takes every n-th sample. So all of
     them must find the same samples in the same order: shuffle with a generator of your own, seeded by the epoch.
-    ``dataset.set_epoch`` is called where it exists.
+    ``dataset.set_epoch`` is called where it exists, once :meth:`DistributedStream.set_epoch` has been.
 
     Do not pass a stream that splits itself by rank. One that splits itself by worker finds that it is the only one.
 

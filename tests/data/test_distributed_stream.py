@@ -125,6 +125,22 @@ def test_every_epoch_has_every_sample_once_with_any_number_of_workers(seed, rank
         assert orders[0] != orders[1] or len(expected) < 9
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_epoch_that_the_program_tells_the_dataset_itself_is_not_undone(num_workers):
+    dataset = Lines([30, 40])
+    stream = distributed_stream(dataset)
+    loader = DataLoader(stream, batch_size=None, num_workers=num_workers)
+    orders = []
+    for epoch in (0, 1, 2):
+        dataset.set_epoch(epoch)
+        orders.append([*loader])
+        assert dataset.epoch == epoch
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    stream.set_epoch(0)
+    assert [*loader] == orders[0]
+
+
 @ranks(1, 3)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_position_is_restored_without_reading_again(seed):
