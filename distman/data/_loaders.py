@@ -213,6 +213,11 @@ def distributed_loader(
     length = length_of(dataset)
     if "generator" in loader_kwargs:
         raise TypeError("generator must be left out: the order of the samples depends on seed. Pass that.")
+    if not loader_kwargs.get("in_order", True):
+        raise TypeError(
+            "in_order must be left out: num_own, loss_scale and saved positions count the batches in order, and "
+            "evaluation reads in order. Use torch's DataLoader to read in another one."
+        )
     own = [name for name in inspect.signature(distributed_loader).parameters if name != "loader_kwargs"]
     check_options(loader_kwargs, {*inspect.signature(DataLoader).parameters, *own}, "distributed_loader")
     _check_sampling(

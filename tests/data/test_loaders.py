@@ -1,3 +1,4 @@
+import inspect
 import os
 import random
 from itertools import chain
@@ -209,6 +210,11 @@ def test_options_that_make_no_sense():
         distributed_loader(Stream())
     with pytest.raises(TypeError, match="generator must be left out"):
         distributed_loader(numbers(3), generator=torch.Generator())
+    if "in_order" in inspect.signature(DataLoader).parameters:  # from torch 2.6 on
+        for evaluation in (False, True):
+            assert len(distributed_loader(numbers(4), evaluation=evaluation, in_order=True)) == 2
+            with pytest.raises(TypeError, match="in_order must be left out: num_own"):
+                distributed_loader(numbers(4), evaluation=evaluation, in_order=False)
     with pytest.raises(TypeError, match="shuffle must be left out for evaluation"):
         distributed_loader(numbers(3), evaluation=True, shuffle=True)
     with pytest.raises(TypeError, match="drop_last must be left out for evaluation"):
