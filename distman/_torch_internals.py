@@ -852,12 +852,6 @@ def pickle_in(file: IO[bytes]) -> bytes:
     return record
 
 
-def set_nested(state: dict[str, Any], path: tuple[str | int, ...], value: object) -> None:
-    from torch.distributed.checkpoint._nested_dict import set_element
-
-    set_element(state, path, value)
-
-
 # Workers of a DataLoader
 
 

@@ -36,7 +36,7 @@ from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureReco
 from distman._coordination.messages import decode
 from distman._coordination.sync import StoreGroup
 from distman._coordination.time_limit import saves
-from distman._torch_internals import NO_JOB_WARNING, set_nested
+from distman._torch_internals import NO_JOB_WARNING
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._background import BackgroundWrite
 from distman.checkpoint._contents import Row, encoded, read_contents, result_of, row_of
@@ -306,7 +306,16 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, map_location="cpu", weights_only=True)  # checked as it was read
-        set_nested(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+        *outer, name = self.mappings[read_item.dest_index.fqn]
+        holder: Any = self.original_state_dict
+        for one in outer:
+            holder = holder[_key_of(one, holder)]
+        holder[_key_of(name, holder)] = loaded
+
+
+def _key_of(name: str | int, holder: Any) -> Any:
+    """Return the key that has this name in torch's paths, where keys of dicts are strings."""
+    return name if isinstance(holder, list) or name in holder else next(key for key in holder if str(key) == name)
 
 
 def _check(state: dict[str, Any], written_to: Location) -> None:

@@ -102,6 +102,21 @@ def test_each_rank_may_have_names_of_its_own(tmp_path, rank):
     assert state[f"rng {rank}"].tolist() == [rank, rank]
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("keys", [(0, 1), (None, 0.5), (True, "2"), ((1, 2), "a.b")], ids=str)
+def test_what_is_under_keys_that_are_not_strings_is_replaced(keys, tmp_path):
+    def state_of(value):
+        inner = {key: value + number for number, key in enumerate(keys)}
+        return {"inner": inner, "list": [{"tensor": torch.full((2,), value), keys[0]: [value]}], "step": value}
+
+    save_sharded(state_of(1), tmp_path / "sharded")
+    state = state_of(5)
+    inner = state["inner"]
+    load_sharded(state, tmp_path / "sharded")
+    assert repr(state) == repr(state_of(1))
+    assert state["inner"] is inner
+
+
 @ranks(2)
 def test_an_error_on_one_rank_is_an_error_on_all_and_the_old_folder_stays(tmp_path, rank, world_size):
     folder = tmp_path / "sharded"
