@@ -11,7 +11,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, Literal, cast, overload
 
 import torch
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from distman._base import timing
+from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
 from distman._coordination.messages import decode
@@ -42,7 +43,7 @@ from distman.checkpoint._background import BackgroundWrite
 from distman.checkpoint._contents import Row, encoded, read_contents, result_of, row_of
 from distman.checkpoint._location import CONTENTS, Location, NewFolder, Storage, locate
 from distman.checkpoint._single_file import PendingSave
-from distman.checkpoint._state import check_file, check_state, reason_of, writing_to
+from distman.checkpoint._state import check_file, check_state, map_state, reason_of, writing_to
 from distman.decorators import _on_all_ranks as on_all_ranks, on_rank
 from distman.errors import CheckpointError, JobFailed
 from distman.manager import DistributedManager
@@ -140,12 +141,13 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     Collective. Blocking. A save in the background to the same path is waited for. Nothing in the folder is run.
 
     Args:
-        state: With the names and shapes that were saved. Every rank gets the shards of DTensors that it has here; what
-            is not a tensor is replaced.
+        state: With the names and shapes that were saved, or some of the names. Every rank gets the shards of DTensors
+            that it has here; what is not a tensor is replaced.
         path: The folder, or a URL.
 
     Raises:
         ValueError, ImportError: See :func:`save`.
+        ValueError: On a rank whose state has an empty dict, or a shorter list, where more was saved.
         FileNotFoundError: On a rank that finds no such folder.
         CheckpointError: On a rank where it is damaged, does not fit the state, or holds code to be run.
         RankFailedError: On the other ranks.
@@ -162,7 +164,9 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load_from(state: dict[str, Any], location: Location) -> None:
-    on_all_ranks(_read, state, *_folder_and_metadata(location))
+    folder, metadata = _folder_and_metadata(location)
+    on_all_ranks(_check_fit, state, folder, metadata)  # torch begins by waiting for all ranks
+    on_all_ranks(_read, state, folder, metadata)
 
 
 def saved_tensors(location: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -370,6 +374,38 @@ def _discarded_on_error(made: list[NewFolder]) -> Iterator[None]:
         for folder in made:
             folder.discard()
         raise
+
+
+def _check_fit(state: dict[str, Any], folder: Location, metadata: Metadata) -> None:
+    named: set[str] = set()
+
+    def note(value: Any, name: str) -> Any:
+        named.add(name)
+        return value
+
+    map_state(state, note)
+    _check_room(state, sorted(metadata.state_dict_metadata.keys() - named), folder)
+
+
+def _check_room(
+    value: Any, unnamed: list[str], folder: Location, where: str = "state", path: tuple[object, ...] = ()
+) -> None:
+    """Refuse an empty dict, or a shorter list, in the place of one of which more was saved: torch would leave it out.
+
+    ``unnamed`` are the saved names that the state does not have; in a dict, a rank may leave out those of others.
+    """
+    is_list = isinstance(value, list)
+    if not unnamed or not (is_list or isinstance(value, Mapping)):
+        return
+    for key, item in enumerate(value) if is_list else value.items():
+        _check_room(item, unnamed, folder, f"{where}[{key!r}]", (*path, key))
+    start = ".".join(map(str, (*path, len(value), "") if is_list else (*path, "")))
+    lost = [one for one in unnamed if f"{one}.".startswith(start)] if path and (is_list or not value) else []
+    if lost:
+        raise ValueError(
+            f"{where} must have room for what was saved in it, got {len(value)} entries, and {folder} has "
+            f"{printable(lost[0])} besides. Fill it before, an optimizer's by one step; or leave the whole of it out."
+        )
 
 
 def _read(state: dict[str, Any], folder: Location, metadata: Metadata) -> None:

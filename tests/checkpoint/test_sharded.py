@@ -1,5 +1,6 @@
 """States of which each rank has a part: on other numbers of ranks, with errors on one, and with bombs."""
 
+import functools
 import os
 import pickle
 
@@ -115,6 +116,69 @@ def test_what_is_under_keys_that_are_not_strings_is_replaced(keys, tmp_path):
     load_sharded(state, tmp_path / "sharded")
     assert repr(state) == repr(state_of(1))
     assert state["inner"] is inner
+
+
+STEPS = 3
+
+
+def resumed(optimizer_of, path, *, make_room):
+    """Train for some steps, save, and as many again; return the weights, and those of the second half after loading."""
+    weights = []
+    for is_resumed in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = optimizer_of(model.parameters())
+
+        def step(factor=1.0, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            (factor * model(torch.ones(4, 3)).square().mean()).backward()
+            optimizer.step()
+
+        if is_resumed:
+            if make_room:
+                step(0.0)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            load_sharded(state, path)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        else:
+            for _ in range(STEPS):
+                step()
+            save_sharded({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        for _ in range(STEPS):
+            step()
+        weights.append(model.weight.detach())
+    return weights
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, functools.partial(torch.optim.SGD, momentum=0.9)], ids=str)
+def test_an_optimizer_without_room_for_what_was_saved_is_refused_and_one_step_makes_room(kind, tmp_path):
+    for make in (kind, lambda parameters: kind(parameters, lr=0.1, weight_decay=0.1)):
+        whole, again = resumed(make, tmp_path / "sharded", make_room=True)
+        assert torch.equal(whole, again)
+        with pytest.raises(ValueError, match=r"state\['optimizer'\]\['state'\] must have room .*optimizer\.state\.0\."):
+            resumed(make, tmp_path / "sharded", make_room=False)
+
+
+@ranks(2)
+def test_what_a_list_or_an_empty_dict_has_no_room_for_is_an_error_on_all(tmp_path, rank):
+    saved = {"groups": [{"lr": 1.0}, {"lr": 2.0}], "own": {"0": 1.0, "1": 2.0}, "rest": [3], "a.b": 4}
+    save_sharded(saved, tmp_path / "sharded")
+    for state, where in (
+        ({"groups": [{"lr": 0.0}]}, r"state\['groups'\] .* groups\.1\.lr"),
+        ({"own": {}}, r"state\['own'\] .* own\.0"),
+    ):
+        with pytest.raises(ValueError if rank == 1 else RankFailedError, match=where):
+            load_sharded(state if rank == 1 else dict(saved), tmp_path / "sharded")
+    for state, filled in (
+        ({}, {}),
+        ({"own": {str(rank): 0.0}, "rest": []}, {"own": {str(rank): 1.0 + rank}, "rest": [3]}),
+        ({"a": {}, "a.b": 0}, {"a": {}, "a.b": 4}),
+    ):
+        load_sharded(state, tmp_path / "sharded")
+        assert state == filled
+    all_are_well()
 
 
 @ranks(2)
