@@ -8,6 +8,7 @@ import errno
 import functools
 import io
 import json
+import operator
 import pickle
 import pickletools
 import re
@@ -19,7 +20,7 @@ from typing import IO, Any, cast
 import torch
 
 from distman._base.text import printable
-from distman._torch_internals import is_distributed_tensor, pickle_in
+from distman._torch_internals import is_distributed_tensor, is_plain, pickle_in
 from distman.checkpoint._location import Location
 from distman.errors import CheckpointError
 
@@ -61,6 +62,8 @@ def check_state(
     If it ``is_sharded``, tensors of which each rank has a part are let through. ``outer`` are the containers around it.
     """
     kind = type(value)
+    if isinstance(value, torch.Tensor):
+        _check_memory(value, where)
     if kind in _LEAVES or (kind is int and value.bit_length() <= _MAX_BITS) or _is_plain_tensor(value):
         return
     if is_distributed_tensor(value):
@@ -104,6 +107,19 @@ def _try(value: object, where: str) -> None:
 def _is_plain_tensor(value: object) -> bool:
     """Return whether it is a tensor with nothing attached to it."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and not vars(value)
+
+
+def _check_memory(value: torch.Tensor, where: str) -> None:
+    """Refuse a tensor whose memory was freed: it would be written as a file that cannot be read, or end the process."""
+    tensor = value.detach().to_local() if is_distributed_tensor(value) and hasattr(value, "to_local") else value
+    if not is_plain(tensor) or not tensor.numel():
+        return
+    last = tensor.storage_offset() + sum(map(operator.mul, tensor.stride(), (size - 1 for size in tensor.shape)))
+    if tensor.untyped_storage().nbytes() < (last + 1) * tensor.element_size():
+        raise ValueError(
+            f"{where} must have memory, got a tensor of shape {tuple(value.shape)} whose memory was freed. Save before "
+            "its storage is resized, or where its module has gathered it."
+        )
 
 
 def map_state(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
@@ -316,6 +332,7 @@ def write_safetensors(state: Mapping[str, Any], location: Location) -> None:
         if not isinstance(one, torch.Tensor) or one.dtype not in _TYPES_OF_SAFETENSORS:
             got = one.dtype if isinstance(one, torch.Tensor) else f"a {type(one).__name__}"
             raise ValueError(f"{name} must be a tensor of a type that safetensors has, got {got}. Save a file.pt.")
+        _check_memory(one, name)
     ordered = dict(sorted(state.items(), key=lambda one: (-one[1].element_size(), one[0])))  # all of them aligned
     contents, end = {}, 0
     for name, one in ordered.items():

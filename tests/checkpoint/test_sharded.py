@@ -118,6 +118,20 @@ def test_what_is_under_keys_that_are_not_strings_is_replaced(keys, tmp_path):
     assert state["inner"] is inner
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_shard_whose_memory_was_freed_is_an_error_on_all_and_the_old_folder_stays(background, tmp_path, world_size):
+    folder, state = tmp_path / "sharded", state_of(1, world_size)
+    save_sharded(state, folder)
+    state["model"]["by rows"].to_local().untyped_storage().resize_(0)
+    with pytest.raises((ValueError, RankFailedError), match=r"state\['model'\]\['by rows'\] must have memory"):
+        save_sharded(state, folder, background=background)
+    state = state_of(0, world_size)
+    load_sharded(state, folder)
+    assert_is(state, 1)
+    all_are_well()
+
+
 STEPS = 3
 
 

@@ -31,6 +31,11 @@ def with_attribute(tensor, value):
     return tensor
 
 
+def without_memory(tensor, num_bytes=0):
+    tensor.untyped_storage().resize_(num_bytes)
+    return tensor
+
+
 REFUSED = {
     "a lambda": ({"a": {"b": [1, lambda: 0]}}, r"state['a']['b'][1] must be"),
     "a class": ([{"cls": Point}], r"state[0]['cls'] must be"),
@@ -43,6 +48,9 @@ REFUSED = {
     "a defaultdict": ({"d": collections.defaultdict(list)}, r"state['d'] must be"),
     "itself": (itself(), r"state['list'][0] must not be a part of itself"),
     "an attribute of a tensor": ({"t": with_attribute(torch.ones(1), print)}, r"state['t'] must be"),
+    "a tensor whose memory was freed": ({"t": [without_memory(torch.ones(3, 2))]}, r"state['t'][0] must have memory"),
+    "one of which a part was freed": ([without_memory(torch.ones(6)[2:], 20)], r"state[0] must have memory"),
+    "a parameter of which all was": (without_memory(torch.nn.Parameter(torch.ones(1))), r"state must have memory"),
     "a module": ({"m": torch.nn.Linear(1, 1)}, r"state['m'] must be"),
 }
 
@@ -71,6 +79,8 @@ ACCEPTED = {
     },
     "a long integer": {"seed": 2**127},
     "twice the same": [[0]] * 2,
+    "no more memory than needed": without_memory(torch.arange(6.0).reshape(3, 2)[1:, ::2].expand(2, 2), 20),
+    "nothing": [torch.empty(0, 3), without_memory(torch.ones(4)[:0])],
 }
 
 
@@ -131,3 +141,9 @@ def test_other_programs_read_the_signs_that_are_put_in_later(name, tmp_path):
     write_safetensors(state, locate(tmp_path / "weights.safetensors"))
     loaded = safetensors.torch.load_file(tmp_path / "weights.safetensors")
     assert all(torch.equal(loaded[key], one) for key, one in state.items())
+
+
+def test_other_programs_get_no_tensor_whose_memory_was_freed(tmp_path):
+    with pytest.raises(ValueError, match="weight must have memory"):
+        write_safetensors({"weight": without_memory(torch.ones(3))}, locate(tmp_path / "weights.safetensors"))
+    assert [*tmp_path.iterdir()] == []
