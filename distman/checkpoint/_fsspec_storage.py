@@ -111,6 +111,9 @@ class FsspecStorage:
         """Return a folder of a new name within the place; a link says which one counts."""
         return Generation(self, place)
 
+    def check_replaceable(self, place: str, marker: str) -> None:
+        """Refuse nothing: what is in the place stays there."""
+
     def folder(self, place: str) -> str:
         """Return the folder that the link in the place names; without a link the place, or the one that it is for."""
         linked = self.linked(place)

@@ -6,15 +6,17 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import glob
 import io
 import os
+import re
 import secrets
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from distman._base.text import printable
 
 SCHEMES = ("file", "local")
 """Schemes of URLs that mean a path on this host."""
@@ -61,7 +63,7 @@ class LocalStorage:
         if path.is_dir():
             raise IsADirectoryError(f"the place of a file must not be a directory, got {place}. Name a file in it.")
         _make_folder(path.parent)
-        _remove_leftovers(path.parent, glob.escape(path.name))
+        _remove_leftovers(path.parent, re.escape(path.name))
         try:
             with _locked_beside(path) as (file, temporary):
                 _keep_mode(file.fileno(), path)  # first: what is private is so while it is written, too
@@ -99,7 +101,7 @@ class LocalStorage:
 
     def remove_leftovers(self, folder: str) -> None:
         """Remove what writers left half-written in a folder, which may not exist; of living ones it stays."""
-        _remove_leftovers(Path(folder), "*")
+        _remove_leftovers(Path(folder), ".+")
 
     def link(self, place: str, target: str) -> None:
         """Let a name stand for another file or folder of its folder, from one moment to the next."""
@@ -129,6 +131,18 @@ class LocalStorage:
         """Return a folder to be filled in its ``path`` with :meth:`create`, by other processes too, and published."""
         return FolderBeside(Path(place))
 
+    def check_replaceable(self, place: str, marker: str) -> None:
+        """Refuse a place where a new folder would remove what is no folder with a marker in it, nor empty."""
+        path = Path(place)
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError(f"the place of a folder must not be a file, got {place}. Name another one.")
+        found = next(path.iterdir(), None) if path.exists() and not (path / marker).exists() else None
+        if found is not None:
+            raise FileExistsError(
+                f"{place} must be new or empty, or a checkpoint of save_sharded(), which the new one replaces, got a "
+                f"folder with {printable(found.name)}. Name another one, such as {path / 'checkpoint'}."
+            )
+
     def folder(self, place: str) -> str:
         """Return where the files of the folder are that was published last.
 
@@ -147,7 +161,7 @@ class FolderBeside:
     def __init__(self, place: Path) -> None:
         _make_folder(place.parent)
         _put_back(place)
-        _remove_leftovers(place.parent, glob.escape(place.name))
+        _remove_leftovers(place.parent, re.escape(place.name))
         self._place = place
         self._end = contextlib.ExitStack()
         try:
@@ -216,10 +230,10 @@ def _keep_mode(descriptor: int, path: Path, *, also: int = 0) -> None:
 
 
 def _remove_leftovers(folder: Path, pattern: str) -> None:
-    """Remove the temporary files and folders of dead writers, for final names that match a pattern of ``glob``."""
-    for lock in folder.glob(f".{pattern}.*.tmp{_LOCK}"):
-        _unlink_abandoned(lock)
-    for leftover in folder.glob(f".{pattern}.*.tmp"):
+    """Remove the temporary files and folders of dead writers, for final names that match a regular expression."""
+    temporary = re.compile(rf"\.{pattern}\.\d+-[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.tmp({re.escape(_LOCK)})?", re.DOTALL)
+    found = [path for path in folder.glob(".*.tmp*") if temporary.fullmatch(path.name)]
+    for leftover in sorted(found, key=lambda path: path.suffix != _LOCK):
         if leftover.is_symlink():
             leftover.unlink(missing_ok=True)
         elif not leftover.is_dir():

@@ -84,7 +84,7 @@ def save_sharded(
         ValueError: On a rank where something in the state could not be loaded again; it says where. On every rank, if
             the scheme of the URL is unknown.
         ImportError: On a rank where a package is missing that the scheme needs.
-        OSError: On a rank that could not write.
+        OSError: On a rank that could not write. On rank 0, if the place is a file, or a folder with something else.
         CheckpointError: On a rank where the previous save to this path in the background failed.
         RankFailedError: On the other ranks. The old folder is as it was.
 
@@ -118,6 +118,7 @@ def save_in(
     made: list[NewFolder] = []
 
     def prepare() -> str:
+        location.storage.check_replaceable(location.place, CONTENTS)
         made.append(location.storage.new_folder(location.place))
         return made[0].path
 

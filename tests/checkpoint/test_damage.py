@@ -232,7 +232,7 @@ def test_a_temporary_file_that_another_writer_took_for_abandoned_is_made_again(t
 
     def lock_late(file):
         while left:
-            _local_storage._remove_leftovers(left.pop(), "*")
+            _local_storage._remove_leftovers(left.pop(), ".+")
         lock(file)
 
     monkeypatch.setattr(_local_storage, "_lock", lock_late)

@@ -72,6 +72,34 @@ def test_a_new_one_takes_the_place_of_the_old_one(tmp_path, world_size):
     assert [path.name for path in folder.parent.iterdir()] == ["sharded"]
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("name", ["train.log", ".env", "figures/loss.png", ".metadata"])
+def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(name, background, tmp_path, rank):
+    file, state = tmp_path / "out" / name, {"step": 1}
+    if rank == 0:
+        file.parent.mkdir(parents=True)
+        file.write_text("precious")
+        (tmp_path / "empty").mkdir()
+    all_are_well()
+    for path, message in (
+        (
+            tmp_path / "out",
+            rf"must be new or empty(?s:.*)got a folder with {file.relative_to(tmp_path / 'out').parts[0]}",
+        ),
+        (file, "the place of a folder must not be a file"),
+    ):
+        with pytest.raises((OSError, RankFailedError), match=message):
+            save_sharded(state, path, background=background)
+    assert file.read_text() == "precious"
+    for path in (tmp_path / "empty", tmp_path / "out" / "checkpoint", tmp_path / "empty"):
+        pending = save_sharded(state, path, background=background)
+        if pending is not None:
+            pending.wait()
+        load_sharded(state, path)
+    all_are_well()
+
+
 def test_a_process_that_is_alone_needs_no_manager(tmp_path):
     save_sharded({"weight": ROWS, "step": 3}, tmp_path / "sharded")
     state = {"weight": torch.zeros(10, 3), "step": 0}

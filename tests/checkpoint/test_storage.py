@@ -343,6 +343,23 @@ def test_half_written_files_are_no_checkpoints_and_go_with_the_next_save(tmp_pat
     assert everything_in(str(tmp_path)) == [step_name(1), step_name(3), "latest.pt"]
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_what_other_programs_write_under_hidden_names_stays(is_sharded, tmp_path):
+    folder = CheckpointFolder(tmp_path, background=False, sharded=is_sharded)
+    name = folder._name(1)
+    others = {".cache.v1.tmp", ".metrics.csv.tmp", f".{name}.tmp", f".{name}.12-00FF.tmp", f".{name}.12-00ff00ff.tmp2"}
+    for other in others:
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "tokens.bin").touch()
+    (tmp_path / f".{name}.12-00ff00ff.tmp").mkdir()
+    (tmp_path / f".{name}.13-00ff00ff.tmp").symlink_to(name)
+    (tmp_path / f".{name}.14-00ff00ff.tmp.lock").touch()
+    folder.save({"step": 1}, 1)
+    hidden = {path.name for path in tmp_path.iterdir() if path.name.startswith(".")}
+    assert hidden == others
+    assert all((tmp_path / other / "tokens.bin").exists() for other in others)
+
+
 def test_what_another_process_writes_under_a_name_that_begins_alike_stays(tmp_path):
     others = {f".{name}.12-00ff00ff.tmp" for name in ("state.pt", "states")}
     for name in others:
