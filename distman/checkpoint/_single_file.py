@@ -143,6 +143,7 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
 
     Raises:
         ValueError, ImportError: See :func:`save`.
+        ValueError: On a rank that cannot use the device.
         FileNotFoundError: On a rank that does not find the file.
         CheckpointError: On a rank where the file is damaged, not a checkpoint, or holds code to be run; on rank 0, if
             the save in the background failed.

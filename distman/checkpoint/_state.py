@@ -252,9 +252,19 @@ def read_plain(file: IO[bytes], location: Location, device: torch.device | str =
     except Exception as error:  # zipfile and torch raise whatever they stumble over in a damaged file
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place before the beginning
             raise
+        _check_device(device)
         size = file.seek(0, io.SEEK_END)
         raise CheckpointError(
             f"{location} is damaged or not a checkpoint: {size} bytes, {reason_of(error)}. Load another one."
+        ) from error
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.zeros(1, device=device).add_(1)
+    except Exception as error:
+        raise ValueError(
+            f"device must be one that this process can use, got {device}: {reason_of(error)}. Pass one, such as 'cpu'."
         ) from error
 
 

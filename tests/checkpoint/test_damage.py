@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import errno
+import functools
 import io
 import logging
 import os
@@ -180,6 +181,25 @@ def test_an_error_that_is_no_damage_is_raised(tmp_path, rank):
     with pytest.raises(IsADirectoryError):
         folder.load_latest()
     all_are_well()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("device", ["cuda:99", "xpu:99"])
+def test_a_device_that_is_not_there_is_no_damage(device, tmp_path, rank):
+    folder = CheckpointFolder(tmp_path, background=False)
+    for step in (1, 2):
+        folder.save({"weight": torch.ones(2)}, step, is_best=True)
+    with warnings_logged() as warnings:
+        for call in (folder.load_latest, folder.load_best, functools.partial(load, tmp_path / step_name(1))):
+            with pytest.raises(ValueError, match=f"device must be one that this process can use, got {device}: "):
+                call(device=device)
+    assert warnings == []
+    if rank == 0:
+        (tmp_path / step_name(2)).write_bytes(b"half")
+    all_are_well()
+    with pytest.raises(ValueError, match="device must be"):
+        folder.load_latest(device=device)
+    assert folder.load_latest(device="cpu")["weight"].tolist() == [1, 1]
 
 
 def test_permissions_survive(tmp_path):
