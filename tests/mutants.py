@@ -141,7 +141,7 @@ MUTANTS = (
         "data/_batches.py",
         "data/test_batches.py data/test_loaders.py",
         ("(self._rank < num_total % self.num_ranks)", "(self._rank <= num_total % self.num_ranks)"),
-        ("-(-self.num_drawn // self.stride)", "self.num_drawn // self.stride"),
+        ("-(-self.end // self.stride)", "self.end // self.stride"),
         ("position + step * self.stride, self._rank", "position, self._rank"),
     ),
     *_mutants(

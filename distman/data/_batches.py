@@ -75,8 +75,8 @@ class EpochBatches(Sampler[list[int]], abc.ABC):
     """What the program has passed to draw with, if anything."""
     layout: list[int]
     """What a position refers to; positions saved with another layout do not apply."""
-    num_drawn: int
-    """Position at the end of an epoch."""
+    end: int
+    """Position from which on an epoch has no step any more."""
     stride: int
     """By how much a step advances the position."""
 
@@ -88,7 +88,7 @@ class EpochBatches(Sampler[list[int]], abc.ABC):
 
     def __len__(self) -> int:
         """Return the number of steps of a full epoch, the same on all ranks."""
-        return -(-self.num_drawn // self.stride)
+        return -(-self.end // self.stride)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of this rank's samples, a list for each remaining step of the epoch."""
@@ -139,11 +139,11 @@ class TrainingBatches(EpochBatches):
             self.given = EpochSampler("sampler", sampler, self.seed)
             self._num_samples = len(self.given)
         self.layout, self.stride = [self._num_samples], self.batch_size * self.num_ranks
-        self.num_drawn = self._num_samples - (self._num_samples % self.stride if drop_last else 0)
+        self.end = self._num_samples - (self.stride - 1 if drop_last else 0)
 
     def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:  # noqa: ARG002 - the same in each
-        for start in range(position, self.num_drawn, self.stride):
-            num_total = min(self.stride, self.num_drawn - start)
+        for start in range(position, self.end, self.stride):
+            num_total = min(self.stride, self._num_samples - start)
             yield num_total // self.num_ranks + (self._rank < num_total % self.num_ranks), num_total
 
     def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
@@ -191,10 +191,10 @@ class ShardBatches(EpochBatches):
         self._own_size, self._shuffle = sizes[self._rank], shuffle
         self._num_shards_of = Counter(sizes)  # two sizes at most if balanced, however many ranks there are
         self.layout, self.stride = list(sizes), self.batch_size
-        self.num_drawn = min(sizes) // self.batch_size * self.batch_size if drop_last else max(sizes)
+        self.end = min(sizes) - self.batch_size + 1 if drop_last else max(sizes)
 
     def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:  # noqa: ARG002 - the same in each
-        for start in range(position, self.num_drawn, self.stride):
+        for start in range(position, self.end, self.stride):
             num_total = sum(count * self._num_of(size, start) for size, count in self._num_shards_of.items())
             yield self._num_of(self._own_size, start), num_total
 
@@ -202,7 +202,7 @@ class ShardBatches(EpochBatches):
         size = max(1, self._own_size)
         generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, self._rank))
         order = torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
-        for start in range(position, self.num_drawn, self.stride):
+        for start in range(position, self.end, self.stride):
             num_own = self._num_of(self._own_size, start)
             yield order[start : start + num_own] if num_own else order[:1]
 
@@ -220,8 +220,8 @@ class SampledBatches(EpochBatches):
     def __init__(self, batch_sampler: Iterable[Sequence[int]], *, seed: int = 0, group: GroupLike = None) -> None:
         super().__init__(1, seed, group)
         self.given: EpochSampler[Sequence[int]] = EpochSampler("batch_sampler", batch_sampler, self.seed)
-        self.num_drawn, self.stride = len(self.given), self.num_ranks
-        self.layout = [0, self.num_drawn]  # marked as a number of batches
+        self.end, self.stride = len(self.given), self.num_ranks
+        self.layout = [0, self.end]  # marked as a number of batches
 
     def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:
         for step in self._steps(epoch, position):

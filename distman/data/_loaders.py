@@ -117,7 +117,7 @@ class TrainingLoader(DataLoader[Any]):
         return self._state_at(*self._reached)
 
     def _state_at(self, epoch: int, position: int) -> dict[str, Any]:
-        if position >= self.batches.num_drawn:
+        if position >= self.batches.end:
             epoch, position = epoch + 1, 0
         return {"epoch": epoch, "position": position, "seed": self.batches.seed, "layout": self.batches.layout}
 

@@ -1,4 +1,5 @@
 import itertools
+import random
 from collections import Counter
 
 import pytest
@@ -83,7 +84,7 @@ def test_an_epoch_goes_on_from_any_step():
     for step in range(len(batches)):
         batches.start_at(0, step * batches.stride)
         assert list(batches) == whole[step:]
-    batches.start_at(0, batches.num_drawn)
+    batches.start_at(0, batches.end)
     assert list(batches) == []
 
 
@@ -96,6 +97,24 @@ def test_a_position_fits_another_batch_size_and_loses_no_sample():
     mine = Counter(itertools.chain(*before, *second))
     everyone = sum(all_gather_objects(mine), Counter())
     assert sorted(everyone) == list(range(23))
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("seed", range(4))
+def test_no_step_is_dropped_that_is_full_and_none_is_drawn_that_is_not(seed, world_size):
+    source = random.Random(seed)  # noqa: S311 - no secret
+    for _ in range(20):
+        length, batch_size = source.randrange(1, 40), source.randrange(1, 9)
+        sizes = [source.randrange(1, 40) for _ in range(world_size)]
+        whole = TrainingBatches(length, batch_size, drop_last=True)
+        shards = ShardBatches(sizes, batch_size, drop_last=True)
+        for batches, total in ((whole, length), (shards, min(sizes))):
+            for position in (0, source.randrange(total)):
+                full = (total - position) // batches.stride
+                assert [*batches.counts(0, position)] == [(batch_size, batch_size * world_size)] * full
+                assert [len(part) for part in batches.parts(0, position)] == [batch_size] * full
+                assert position + full * batches.stride >= batches.end
+            assert len(batches) == total // batches.stride
 
 
 @ranks(1)
