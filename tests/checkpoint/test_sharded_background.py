@@ -98,6 +98,24 @@ class FullForOne(LocalStorage):
 
 @ranks(3)
 @pytest.mark.parametrize("guilty", [0, 2])
+def test_an_error_that_nobody_waited_for_is_told_once_by_the_next_load(tmp_path, rank, guilty, monkeypatch):
+    path = f"full-for-one://{tmp_path}/sharded"
+    storage = FullForOne(-1)
+    monkeypatch.setattr(location, "_from_fsspec", lambda _: storage)
+    save_sharded(state_of(1, 3), path)
+    storage.rank = guilty
+    save_sharded(state_of(2, 3), path, background=True)
+    with pytest.raises(CheckpointError if rank in (0, guilty) else RankFailedError, match="previous background save"):
+        load_sharded(state_of(0, 3), path)
+    storage.rank = -1
+    assert_is(loaded(tmp_path / "sharded"), 1)
+    save_sharded(state_of(3, 3), path)
+    assert_is(loaded(tmp_path / "sharded"), 3)
+    DistributedManager().barrier("well")
+
+
+@ranks(3)
+@pytest.mark.parametrize("guilty", [0, 2])
 def test_a_part_that_cannot_be_written_is_an_error_on_all_and_the_old_folder_stays(tmp_path, rank, guilty, monkeypatch):
     path = f"full-for-one://{tmp_path}/sharded"
     storage = FullForOne(-1)
