@@ -201,6 +201,11 @@ class Groups:
         for name, group in self._made.items():
             if group.process_group is process_group:
                 return name
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise UndefinedGroupError(
+                f"group must be a process group that the manager made, got {process_group!r}. Pass what "
+                "group() returned."
+            )
         raise _undefined_group(process_group.group_name, self._made, "a group that the manager made")
 
     def of(self, process_group: dist.ProcessGroup) -> Group:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distman._coordination.sections import ExclusiveSections
 from distman._job.groups.registry import Group
 from distman._job.manager.state import SharedState, instance_property
-from distman.errors import _undefined_group
+from distman.errors import UndefinedGroupError, _undefined_group
 from distman.topology import Plan, ProcessGroupConfig, ProcessGroupNode, mesh_plan, resolve_mesh_shape, tree_plan
 
 
@@ -276,7 +276,14 @@ class GroupMethods(SharedState):
                 raise _undefined_group(one, self.mesh_dims, "an axis of the mesh")
         if mesh == self._state.mesh:
             return self.group()
-        return self.group(names[0] if len(names) == 1 else self._state.groups.over_axes(self.mesh_dims, names))
+        several = len(names) > 1
+        name = self._state.groups.over_axes(self.mesh_dims, names) if several else "".join(names)
+        if not name or tuple(mesh.mesh.flatten().tolist()) != self.group_ranks(name):  # others name their axes alike
+            raise UndefinedGroupError(
+                f"mesh must be a part of this job's mesh, {self._state.mesh}, got {mesh} of ranks "
+                f"{mesh.mesh.tolist()}. Pass global_mesh, or what mesh() returned; or take its own get_group()."
+            )
+        return self.group(name)
 
     @instance_property
     def group_names(self) -> tuple[str, ...]:

@@ -219,6 +219,28 @@ def test_unknown_axes_are_named():
         manager.get_mesh_group(foreign)
 
 
+@pytest.mark.parametrize(
+    ("shape", "names", "part"),
+    [
+        ((4,), ("data",), "data"),
+        ((4,), None, None),
+        ((2, 2), ("model", "data"), "data"),
+        ((4, 1), ("data", "model"), "model"),
+        ((2, 1, 2), ("spatial", "data", "model"), ("spatial", "model")),
+    ],
+)
+@ranks(4)
+def test_a_mesh_that_only_has_the_names_of_the_jobs_mesh_is_refused(shape, names, part):
+    manager = DistributedManager()
+    mesh = manager.initialize_mesh((2, 2, 1), ("data", "model", "spatial"))
+    foreign = torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    foreign = foreign[part] if part else foreign
+    with pytest.raises(UndefinedGroupError, match=rf"got .* of ranks {re.escape(str(foreign.mesh.tolist()))}\. Pass"):
+        manager.get_mesh_group(foreign)
+    for own in ("data", "model", "spatial"):
+        assert manager.get_mesh_group(mesh[own]) is manager.group(own)
+
+
 @ranks(2)
 def test_groups_can_be_made_on_the_class_and_on_an_instance():
     manager = DistributedManager()
@@ -517,6 +539,9 @@ def test_groups_of_other_code_are_resolved(rank):
         manager.resolve_group(other)
     with pytest.raises(UndefinedGroupError, match="must be a group that the manager made"):
         manager.group_name(mine)
+    for wrong in (other, "node"):
+        with pytest.raises(UndefinedGroupError, match=f"must be a process group that the manager made, got {wrong!r}"):
+            manager.group_name(wrong)
 
 
 @ranks(2)
