@@ -130,6 +130,10 @@ def requested_device(device: str | torch.device | None) -> torch.device | None:
     if device is None:
         return None
     asked, visible = _named_device(device)
+    if asked.type not in _BACKENDS:
+        raise ValueError(
+            f"device must be one of {', '.join(_BACKENDS)}, got {device!r}. Leave it out to compute on what is there."
+        )
     if not visible:
         raise ValueError(
             f"device must be one that this process sees, got {device!r} where no GPU is visible. Ask the scheduler for "
@@ -140,13 +144,7 @@ def requested_device(device: str | torch.device | None) -> torch.device | None:
 
 
 def backend_for(device: torch.device) -> str:
-    backend = _BACKENDS.get(device.type)
-    if backend is None:
-        raise ValueError(
-            f"device must be one of {', '.join(_BACKENDS)}, got {device.type!r}. "
-            "Name a backend: initialize(backend=...)."
-        )
-    return backend
+    return _BACKENDS[device.type]
 
 
 def is_pure_gloo(backend: str) -> bool:

@@ -1,6 +1,7 @@
 """Which device a rank computes on; how many GPUs it sees is what a test pretends, all else is real."""
 
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -227,9 +228,10 @@ def test_the_backend_follows_the_device_and_always_carries_cpu_tensors(device, b
     assert backend_for(torch.device(device)) == backend
 
 
-def test_a_device_without_a_backend_is_an_error_that_says_how_to_name_one():
-    with pytest.raises(ValueError, match=r"got 'meta'\. Name a backend: initialize\(backend=\.\.\.\)"):
-        backend_for(torch.device("meta"))
+@pytest.mark.parametrize("wanted", ["mps", "meta", "hpu", "xla:0", torch.device("mps", 0)], ids=str)
+def test_a_kind_of_device_that_no_job_computes_on_is_an_error_and_not_the_cpu(wanted):
+    with pytest.raises(ValueError, match=rf"device must be one of cpu, cuda, xpu, got {re.escape(repr(wanted))}\. Lea"):
+        requested_device(wanted)
 
 
 @pytest.mark.parametrize(

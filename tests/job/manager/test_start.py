@@ -54,6 +54,19 @@ def test_a_start_that_fails_late_can_be_repeated(monkeypatch, port, rank, world_
     assert DistributedManager().world_size == world_size
 
 
+@pytest.mark.parametrize("options", [{"device": "mps:0"}, {"device": "meta:0", "backend": "gloo"}], ids=str)
+@ranks(2, manager=False)
+def test_a_device_of_no_use_is_refused_before_the_ranks_meet(monkeypatch, port, world_size, options):
+    dist.destroy_process_group()
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with monkeypatch.context() as alone:
+        alone.setattr("distman._job.start.join", break_down)
+        with pytest.raises(ValueError, match="device must be one of cpu, cuda, xpu, got"):
+            DistributedManager.initialize(**options)
+    start_and_wait()
+    assert DistributedManager().world_size == world_size
+
+
 @pytest.mark.parametrize("place", ["distman.manager.StopAgreement", "distman.manager.watch"])
 @ranks(2, manager=False)
 def test_a_failed_start_leaves_the_group_of_other_code(monkeypatch, rank, place):
