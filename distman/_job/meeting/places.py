@@ -422,14 +422,15 @@ def find_meeting(
         ports, port_source = derived_ports(job_id, protection.key)
     else:
         ports, port_source = find_ports(environ, job_id, protection.key)
-    by_place = launcher.meets_on_first_node and given_address(environ) is None
+    place = environment.node_rank, environment.local_rank
+    by_place = launcher.meets_on_first_node and given_address(environ) is None and None not in place
     kind = OnThisHost if is_here else AtPorts
     return kind(
         job_id=job_id,
         addresses=(host,),
         ports=ports,
         source=f"address from {host_source}, port {port_source}",
-        is_host=(environment.node_rank, environment.local_rank) == (0, 0) if by_place else environment.rank == 0,
+        is_host=place == (0, 0) if by_place else environment.rank == 0,
         opener="the first task of the first node" if by_place and not environment.is_on_one_node else "rank 0",
         protection=protection,
         unreachable_after=unreachable_after,

@@ -66,6 +66,14 @@ def test_slurm_hosts_where_the_first_task_of_the_first_node_is():
     assert (point.is_host, point.opener) == (True, "the first task of the first node")
 
 
+@pytest.mark.parametrize("missing", [["SLURM_NODEID"], ["SLURM_LOCALID"], ["SLURM_NODEID", "SLURM_LOCALID"]], ids=str)
+@pytest.mark.parametrize(("nodes", "tasks"), [(1, 3), (2, 4), (3, 3)])
+def test_rank_zero_opens_the_store_where_slurm_does_not_say_which_task_is_the_first(nodes, tasks, missing):
+    found = points("slurm", nodes, tasks, **dict.fromkeys(missing, ""))
+    assert [point.is_host for point in found] == [True] + [False] * (tasks - 1)
+    assert {point.opener for point in found} == {"rank 0"}
+
+
 def test_two_steps_of_a_job_have_ports_of_their_own():
     assert agreed(points("slurm"))[2] != agreed(points("slurm", SLURM_STEP_ID="1"))[2]
 
