@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from distman._job.meeting import mpi
 from distman._job.meeting.ancestry import ancestors
 from distman._store.transport import BACKLOG
-from distman.environments import LAUNCHERS, Family, LaunchEnvironment, read_host
+from distman.environments import LAUNCHERS, Family, LaunchEnvironment, read_host, read_text
 from distman.errors import RendezvousError
 
 # Derived ports: above those of well-known services, and below 32768, from where Linux gives ports to connections.
@@ -86,8 +86,8 @@ def find_address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> 
 
 def find_ports(environ: Mapping[str, str], job_id: str, secret: bytes | None) -> tuple[tuple[int, ...], str]:
     """Return the ports at which the ranks may meet and, for messages, where they come from."""
-    text = environ.get("MASTER_PORT", "")
-    if not text:
+    text = read_text(environ, "MASTER_PORT")  # as detect() reads it
+    if text is None:
         return derived_ports(job_id, secret)
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
         raise RendezvousError(

@@ -145,6 +145,13 @@ def test_localhost_is_no_address_for_several_nodes(address):
         points("slurm", nodes=2, MASTER_ADDR=address)
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "env"])
+@pytest.mark.parametrize(("port", "ports"), [("29500 ", (29500,)), ("\t4000\n", (4000,)), (" ", None)])
+def test_blanks_around_a_port_mean_nothing(launcher, port, ports):
+    job_id, _, found = agreed(points(launcher, MASTER_PORT=port))
+    assert found == (ports or derive_ports(job_id))
+
+
 @pytest.mark.parametrize("port", ["x", "0", "65536", "-1", "1.5"])
 def test_a_port_that_is_none_names_its_variable(port):
     with pytest.raises(RendezvousError, match="MASTER_PORT must be a number between 1 and 65535"):
