@@ -45,6 +45,7 @@ from distman._job.meeting.peers import (
     describe_claim,
     describe_missing,
     describe_present,
+    describe_recounted,
     find_faults,
 )
 from distman._store.torch_store import TorchStore
@@ -222,7 +223,14 @@ class _Membership:
         record = (self._early_failure() if missing else None) or FailureRecord.read(self.store)
         if missing or record is not None:
             return _Verdict(failure=record) if record is not None else None
-        return _Verdict(complete(arrived), opener=self._opener())
+        peers = complete(arrived)
+        if recounted := describe_recounted(arrived, peers):
+            logger.warning(
+                "the ranks of a host must have local ranks of their own, got %s, as another one says too. They have "
+                "those of their order. Count them from 0 on each host, or leave LOCAL_RANK out.",
+                recounted,
+            )
+        return _Verdict(peers, opener=self._opener())
 
     def _next_arrival(self) -> str:
         """Return the key that is written next when there is something new for rank 0."""

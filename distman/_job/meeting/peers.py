@@ -162,12 +162,11 @@ def complete(arrived: Sequence[JoinRecord]) -> tuple[Peer, ...]:
     ranked = sorted(arrived, key=lambda join_record: join_record.rank)
     by_machine = _grouped((join_record.machine, join_record) for join_record in ranked)
     node_ranks = {machine: index for index, machine in enumerate(by_machine)}
-    places = {one.rank: place for neighbours in by_machine.values() for place, one in enumerate(neighbours)}
+    places = _places_on_hosts(ranked)
     peers = []
     for join_record in ranked:
         neighbours = by_machine[join_record.machine]
-        local_rank = _either(join_record.local_rank, places[join_record.rank])
-        local_world_size = _either(join_record.local_world_size, max(len(neighbours), local_rank + 1))
+        local_rank, local_world_size = places[join_record.rank]
         device, device_uuid = _device_of(
             join_record, *_place_at_devices(join_record, neighbours, local_rank, local_world_size)
         )
@@ -189,6 +188,29 @@ def complete(arrived: Sequence[JoinRecord]) -> tuple[Peer, ...]:
             )
         )
     return tuple(peers)
+
+
+def _places_on_hosts(ranked: Sequence[JoinRecord]) -> dict[int, tuple[int, int]]:
+    """Return each rank's local rank and local world size: as it says, or, where two of a host say the same, counted."""
+    # What starts the ranks of a host one by one, with a GPU for each, may tell every one that it is the first. Several
+    # nodes of a launcher may be on one machine.
+    places = {}
+    for node in _grouped(((one.machine, one.node_rank), one) for one in ranked).values():
+        said = [_either(one.local_rank, place) for place, one in enumerate(node)]
+        is_sound = len(set(said)) == len(node)
+        for place, one in enumerate(node):
+            size = _either(one.local_world_size, max(len(node), said[place] + 1))
+            places[one.rank] = (said[place], size) if is_sound else (place, len(node))
+    return places
+
+
+def describe_recounted(arrived: Iterable[JoinRecord], peers: Sequence[Peer]) -> str:
+    """Return whose local rank is not the one it says, such as ``0 for rank 1 (n1, pid 813)``; empty if nobody's is."""
+    return _listed(
+        f"{one.local_rank} for {one}"
+        for one in sorted(arrived, key=lambda one: one.rank)
+        if one.local_rank not in (None, peers[one.rank].local_rank)
+    )
 
 
 def _place_at_devices(

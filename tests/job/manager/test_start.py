@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from distman import DistributedManager, JobFailed
+from distman._base.log import logger
 from distman._coordination.monitor.watcher import is_watching
 from distman.testing import ranks
 
@@ -79,3 +80,15 @@ def test_a_failed_start_leaves_the_group_of_other_code(monkeypatch, rank, place)
     assert not is_watching()
     start_and_wait()
     assert DistributedManager().rank == rank
+
+
+@ranks(2, 3, manager=False)
+def test_a_host_has_one_first_rank_though_all_say_that_they_are_the_first(monkeypatch, rank, world_size):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    told = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: told.append(text % values))
+    manager = DistributedManager.initialize()
+    assert (manager.local_rank, manager.local_world_size, manager.is_local_main) == (rank, world_size, rank == 0)
+    assert manager.ranks_with_local_rank(0) == [0]
+    assert sum("must have local ranks of their own, got 0 for rank 1 (" in text for text in told) == (rank == 0)

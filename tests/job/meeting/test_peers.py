@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from distman._job.meeting.peers import JoinRecord, complete, describe_missing, find_faults
+from distman._job.meeting.peers import JoinRecord, complete, describe_missing, describe_recounted, find_faults
 
 from .join_records import join_record
 
@@ -138,6 +138,36 @@ def test_hosts_of_one_name_are_told_apart():
 def test_what_the_launcher_says_stays():
     (peer,) = complete([join_record(0, 1, local_rank=2, local_world_size=4, node_rank=1, num_nodes=3)])
     assert (peer.local_rank, peer.local_world_size, peer.node_rank, peer.num_nodes) == (2, 4, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said", "counted"),
+    [
+        ("aa", [0, 0], [(0, 2), (1, 2)]),
+        ("aaa", [0, None, 1], [(0, 3), (1, 3), (2, 3)]),
+        ("abba", [1, 1, 1, 1], [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ("abab", [0, 1, 0, 0], [(0, 2), (1, 1), (1, 2), (0, 1)]),  # what host b says stays
+    ],
+    ids=str,
+)
+def test_local_ranks_that_two_ranks_of_a_host_say_are_counted(hosts, said, counted):
+    records = [
+        on_gpus(rank, [f"{rank}"], world_size=len(said), host=host, local_rank=local_rank, local_world_size=1)
+        for rank, (host, local_rank) in enumerate(zip(hosts, said, strict=True))
+    ]
+    assert find_faults(records, len(said)) == []
+    peers = complete(records)
+    assert [(peer.local_rank, peer.local_world_size) for peer in peers] == counted
+    assert {peer.device for peer in peers} == {"cuda:0"}
+    wrong = [(one, peer) for one, peer in zip(said, peers, strict=True) if one not in (None, peer.local_rank)]
+    assert describe_recounted(records[::-1], peers) == ", ".join(f"{one} for {peer}" for one, peer in wrong)
+
+
+def test_two_nodes_of_a_launcher_on_one_machine_have_local_ranks_of_their_own():
+    records = [join_record(rank, 4, local_rank=rank % 2, local_world_size=2, node_rank=rank // 2) for rank in range(4)]
+    peers = complete(records)
+    assert [(peer.local_rank, peer.local_world_size) for peer in peers] == [(0, 2), (1, 2)] * 2
+    assert describe_recounted(records, peers) == ""
 
 
 def test_a_host_has_room_for_the_local_rank_that_the_launcher_says():
