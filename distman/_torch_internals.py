@@ -330,6 +330,17 @@ def gloo_timeout(process_group: dist.ProcessGroup) -> float | None:
     return backend.options._timeout.total_seconds() if is_gloo else None
 
 
+def shortest_timeout(process_group: dist.ProcessGroup) -> float | None:
+    """Return the seconds that a collective may take in a group, the fewest of its backends'; None if none tells."""
+    found = []
+    if type(process_group) is dist.ProcessGroup:
+        for device in process_group._device_types:
+            with contextlib.suppress(AttributeError, RuntimeError):  # not every backend has options
+                options: Any = process_group._get_backend(device).options
+                found.append(options._timeout.total_seconds())
+    return min(found, default=None)
+
+
 def abort_backends(process_group: dist.ProcessGroup) -> None:
     """End what a group waits for by aborting the backends that have NCCL's rules; it is good for nothing afterwards."""
     for device in process_group._device_types:

@@ -115,7 +115,8 @@ class DistributedManager(Place, GroupMethods):
                 ``DISTMAN_INITIALIZATION_METHOD``, then all launchers in turn (see :func:`distman.explain`).
             backend: Backend of the process group; None takes gloo for CPU tensors and the accelerator's own.
             device: Device of this rank, which must be there; None picks one by the rank's place on its host.
-            timeout: Seconds that a collective may take; None asks ``DISTMAN_TIMEOUT``, then takes 3,600.
+            timeout: Seconds that a collective may take; None asks ``DISTMAN_TIMEOUT``, then takes that of the group
+                that is adopted, or 3,600.
             rendezvous_timeout: Seconds to wait for the other ranks; None asks
                 ``DISTMAN_RENDEZVOUS_TIMEOUT``, then takes 300.
             use_distributed: True fails where no launcher speaks; False is one process whatever they say, and
@@ -148,7 +149,8 @@ class DistributedManager(Place, GroupMethods):
                 cls._forget(cls()._state.job)  # forked from a process that was alone: it may become a rank of its own
             if not cls.is_initialized():
                 close_kept()
-                limits = settings.limits(timeout, rendezvous_timeout)
+                adopted = settings.group_to_adopt(use_distributed=use_distributed)
+                limits = settings.limits(timeout, rendezvous_timeout, adopted)
                 try:
                     cls._start(method, backend, requested_device(device), limits, use_distributed, settings.seed(seed))
                 except JobFailed as error:
@@ -179,7 +181,7 @@ class DistributedManager(Place, GroupMethods):
         if backend is not None:
             check_backend(backend)
         find_unused = settings.finds_unused_parameters()
-        if dist.is_initialized() and use_distributed is not False:
+        if settings.group_to_adopt(use_distributed=use_distributed) is not None:
             settings.check_adopted_backend(backend)
             settings.warn_of_misspelt(dist.get_rank())
             job = adopt(detect(os.environ, method).environment, requested, limits, watch_limits)

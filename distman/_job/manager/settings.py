@@ -14,6 +14,7 @@ from distman._base.log import logger
 from distman._coordination.failure.interruption import Patience
 from distman._coordination.monitor.context import WatchLimits
 from distman._job.job import Limits
+from distman._torch_internals import shortest_timeout
 from distman.environments import LaunchEnvironment, detect, misspelt_variables, read_flag
 from distman.topology import is_whole_number
 
@@ -28,9 +29,20 @@ _WATCH = "DISTMAN_WATCH"
 _FIND_UNUSED = "DDP_FIND_UNUSED_PARAMETERS"
 
 
-def limits(timeout: float | datetime.timedelta | None, rendezvous_timeout: float | datetime.timedelta | None) -> Limits:
+def group_to_adopt(*, use_distributed: bool | None) -> dist.ProcessGroup | None:
+    """Return the default process group that other code has made, unless this process is to be alone."""
+    return None if use_distributed is False else dist.group.WORLD
+
+
+def limits(
+    timeout: float | datetime.timedelta | None,
+    rendezvous_timeout: float | datetime.timedelta | None,
+    adopted: dist.ProcessGroup | None,
+) -> Limits:
+    variable, default = _TIMEOUT
+    default = (shortest_timeout(adopted) if adopted is not None else None) or default
     return Limits(
-        collective=_seconds("timeout", timeout, *_TIMEOUT),
+        collective=_seconds("timeout", timeout, variable, default),
         rendezvous=_seconds("rendezvous_timeout", rendezvous_timeout, *_RENDEZVOUS_TIMEOUT),
     )
 

@@ -1,6 +1,7 @@
 """A start that fails after the ranks have met leaves no trace, and can be repeated."""
 
 import socket
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from distman import DistributedManager, JobFailed
 from distman._base.log import logger
 from distman._coordination.monitor.watcher import is_watching
+from distman._torch_internals import gloo_timeout, shortest_timeout
 from distman.testing import ranks
 
 
@@ -92,3 +94,22 @@ def test_a_host_has_one_first_rank_though_all_say_that_they_are_the_first(monkey
     assert (manager.local_rank, manager.local_world_size, manager.is_local_main) == (rank, world_size, rank == 0)
     assert manager.ranks_with_local_rank(0) == [0]
     assert sum("must have local ranks of their own, got 0 for rank 1 (" in text for text in told) == (rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "seconds"), [({}, None, 43), ({}, "71", 71), ({"timeout": 97}, "71", 97)], ids=str
+)
+@ranks(2, manager=False)
+def test_an_adopted_group_hands_on_its_timeout_unless_the_program_says_another(
+    monkeypatch, port, rank, options, variable, seconds
+):
+    dist.destroy_process_group()
+    there = {"init_method": f"tcp://localhost:{port}", "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=43), **there)
+    if variable:
+        monkeypatch.setenv("DISTMAN_TIMEOUT", variable)
+    manager = DistributedManager.initialize(**options)
+    assert manager._state.job.limits.collective == seconds  # of barriers, too
+    for group in (manager.group("node"), manager.initialize_mesh((2, 1), ("data", "model")).get_group("data")):
+        assert gloo_timeout(group) == shortest_timeout(group) == seconds
+    assert gloo_timeout(dist.group.WORLD) == 43
