@@ -19,4 +19,4 @@ def seed_generators(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators of this process by an integer that is not negative."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**64)  # it takes no larger one, nor does NumPy, as Python does

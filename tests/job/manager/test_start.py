@@ -1,9 +1,12 @@
 """A start that fails after the ranks have met leaves no trace, and can be repeated."""
 
+import random
 import socket
 from datetime import timedelta
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from distman import DistributedManager, JobFailed
@@ -113,3 +116,13 @@ def test_an_adopted_group_hands_on_its_timeout_unless_the_program_says_another(
     for group in (manager.group("node"), manager.initialize_mesh((2, 1), ("data", "model")).get_group("data")):
         assert gloo_timeout(group) == shortest_timeout(group) == seconds
     assert gloo_timeout(dist.group.WORLD) == 43
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**63, 2**64 - 1, 2**64, 2**256 - 1], ids=hex)
+@ranks(1, 2, manager=False)
+def test_a_seed_may_be_any_number_and_each_rank_has_the_next(rank, seed):
+    DistributedManager.initialize(seed=seed)
+    generator = torch.Generator().manual_seed((seed + rank) % 2**64)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=generator))
+    assert random.random() == random.Random(seed + rank).random()  # noqa: S311 - no secret
+    assert np.random.rand() == np.random.RandomState((seed + rank) % 2**32).rand()
