@@ -350,6 +350,8 @@ class Groups:
         name = "*".join(list(dims)[axis] for axis in axes)
         if name not in self._partitions:
             self.plan_only(name, partition)
+            for axis in axes:  # it goes with each of them: another mesh may have axes of these names
+                self._companions.setdefault(list(dims)[axis], []).append(name)
         return name
 
     def _consensus(self, ranks: Sequence[int], timeout: float, store: TorchStore | None = None) -> Consensus | None:

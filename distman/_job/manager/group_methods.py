@@ -428,7 +428,8 @@ class GroupMethods(SharedState):
     def destroy_group(self, name: str) -> None:
         """Destroy the groups of a name.
 
-        Local. Every rank does it, when no collective of the group is under way.
+        Local. Every rank does it, when no collective of the group is under way. Without one of its axes the mesh is
+        gone too; the groups of the other axes stay.
 
         Args:
             name: Name of the groups.
@@ -443,6 +444,8 @@ class GroupMethods(SharedState):
             False
         """
         self._state.groups.destroy(name)
+        if name in self._state.mesh_dims:
+            self._state.mesh, self._state.mesh_dims = None, {}
 
     def _group(self, name: str | None) -> Group:
         return self._state.groups.get("world" if name is None else name)

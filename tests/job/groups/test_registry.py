@@ -719,6 +719,27 @@ def test_a_destroyed_group_is_forgotten_and_its_name_is_free(rank):
     assert len(_world.pg_map) == 1
 
 
+@ranks(4)
+def test_a_mesh_goes_with_one_of_its_axes_and_another_one_can_be_made(rank):
+    manager = DistributedManager()
+    for shape in ((2, 2, 1), (1, 2, 2), (4, 1, 1)):
+        names = ("data", "spatial", "channel")
+        mesh = manager.initialize_mesh(shape, names)
+        row = np.arange(4).reshape(shape[0], -1)[:, rank % (4 // shape[0])]
+        assert members(manager.get_mesh_group(manager.mesh("data"))) == tuple(row)
+        part = manager.mesh(("spatial", "channel"))
+        assert members(manager.get_mesh_group(part)) == tuple(part.mesh.flatten().tolist())
+        manager.destroy_group("channel")
+        assert (manager.global_mesh, manager.mesh_dims, manager.group_names) == (None, {}, ("data", "spatial"))
+        for of_the_mesh in (manager.mesh, lambda: manager.mesh("data"), lambda mesh=mesh: manager.get_mesh_group(mesh)):
+            with pytest.raises(UndefinedGroupError):
+                of_the_mesh()
+        assert members(manager.group("data")) == tuple(row)
+        manager.destroy_group("data")
+        manager.destroy_group("spatial")
+    assert len(_world.pg_map) == 1
+
+
 @ranks(2, timeout=20)
 def test_groups_made_at_first_use_can_be_made_again_after_they_were_destroyed():
     manager = DistributedManager()
