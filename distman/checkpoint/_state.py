@@ -111,7 +111,8 @@ def _is_plain_tensor(value: object) -> bool:
 
 def _check_memory(value: torch.Tensor, where: str) -> None:
     """Refuse a tensor whose memory was freed: it would be written as a file that cannot be read, or end the process."""
-    tensor = value.detach().to_local() if is_distributed_tensor(value) and hasattr(value, "to_local") else value
+    own: Any = value.detach()
+    tensor: torch.Tensor = own.to_local() if is_distributed_tensor(value) and hasattr(own, "to_local") else value
     if not is_plain(tensor) or not tensor.numel():
         return
     last = tensor.storage_offset() + sum(map(operator.mul, tensor.stride(), (size - 1 for size in tensor.shape)))
