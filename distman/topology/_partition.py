@@ -333,6 +333,7 @@ class Plan:
     Attributes:
         partitions: The partition of the world for each name of a group.
         later: The same for groups that are made by their members when they are first used.
+        axes: Lengths of a mesh's axes, or of a tree's leaves, in their order.
 
     Example:
         >>> plan = mesh_plan((2, 3), ("data", "model"), world_size=6)
@@ -342,11 +343,13 @@ class Plan:
 
     partitions: dict[str, Partition]
     later: dict[str, Partition] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
-        """Hash that is equal on two ranks exactly if they plan the same groups, in whatever order."""
+        """Hash that is equal on two ranks exactly if they plan the same axes, and the same groups in whatever order."""
         lines = sorted(f"{name!r} {partition.key}" for name, partition in self._all.items())
+        lines += [f"{name!r}={length}" for name, length in self.axes.items()]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -377,7 +380,10 @@ def mesh_plan(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], world_si
         model: [0, 1, 2] [3, 4, 5]
     """
     shape = resolve_mesh_shape(mesh_shape, mesh_dim_names, world_size)
-    return Plan({name: GridPartition.of(shape, [axis]) for axis, name in enumerate(mesh_dim_names)})
+    partitions: dict[str, Partition] = {
+        name: GridPartition.of(shape, [axis]) for axis, name in enumerate(mesh_dim_names)
+    }
+    return Plan(partitions, axes=dict(zip(mesh_dim_names, shape, strict=True)))
 
 
 def resolve_mesh_shape(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], world_size: int) -> tuple[int, ...]:
@@ -453,7 +459,8 @@ def tree_plan(config: ProcessGroupConfig, world_size: int) -> Plan:
             )
     nodes = config.nodes_below_root()
     axes = {node.name: [leaves.index(leaf) for leaf in config.leaves_below(node.name)] for node in nodes}
-    return Plan({name: GridPartition.of(shape, along) for name, along in axes.items()})
+    partitions: dict[str, Partition] = {name: GridPartition.of(shape, along) for name, along in axes.items()}
+    return Plan(partitions, axes=dict(zip(leaves, shape, strict=True)))
 
 
 def _remedy(shape: Sequence[int], names: Sequence[str], world_size: int) -> str:

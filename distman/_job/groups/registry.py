@@ -303,7 +303,12 @@ class Groups:
         except Exception as error:  # noqa: BLE001 - it is shown to all ranks, and raised
             problem = error
         if consensus is not None:
-            digest, text = (plan.digest, str(plan)) if problem is None else (str(problem), f"an error: {problem}")
+            # Axes of length 1, and the name of a tree's root, show in no partition.
+            axes = " x ".join(f"{name}={length}" for name, length in plan.axes.items())
+            whole = [f"{world_name}: {axes}"] if axes or world_name != "world" else []
+            digest, text = f"{plan.digest} {world_name}", "\n".join([*whole, str(plan)])
+            if problem is not None:
+                digest, text = str(problem), f"an error: {problem}"
             consensus.agree(key, digest, f"{text}\nat {call_site()}")
         if problem is not None:
             raise problem

@@ -1,6 +1,7 @@
 """Groups and meshes on real ranks: who is in them, what happens when ranks disagree, and what is left behind."""
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -30,6 +31,7 @@ from distman._coordination.consensus import Consensus
 from distman._job.groups import registry
 from distman.decorators import on_rank
 from distman.testing import ranks
+from distman.topology import parse_tree
 
 SOON = 10  # seconds within which all ranks hear of a disagreement
 NUM_ROUNDS = 50
@@ -368,11 +370,35 @@ def test_trees_and_meshes_are_compared_as_well(rank):
     check("model", block(2, rank))
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "shown"),
+    [
+        (parse_tree("world(a=2, b=1)"), parse_tree("everyone(a=2, b=1)"), "everyone: a=2 x b=1"),
+        (parse_tree("world"), parse_tree("everyone"), "everyone: "),
+        (parse_tree("everyone(a=2, b=1)"), ((2, 1), ("a", "b")), "world: a=2 x b=1"),
+        (((2, 1), ("a", "b")), ((1, 2), ("b", "a")), "world: b=1 x a=2"),
+        (((2, 1, 1), ("a", "b", "c")), ((-1, 1, 1), ("a", "c", "b")), "world: a=2 x c=1 x b=1"),
+    ],
+    ids=str,
+)
+@ranks(2)
+def test_the_order_of_axes_and_the_name_of_the_root_are_compared(rank, one, other, shown):
+    manager = DistributedManager()
+    mine = one if rank == 0 else other
+    is_tree = isinstance(mine, ProcessGroupConfig)
+    make = functools.partial(
+        *((manager.create_groups_from_config, mine) if is_tree else (manager.initialize_mesh, *mine))
+    )
+    with pytest.raises(PlanMismatchError, match=re.escape(shown)):
+        make()
+    assert (manager.group_names, manager.global_mesh) == ((), None)
+
+
 @ranks(4)
 def test_a_mesh_and_a_tree_of_leaves_are_one_plan(rank):
-    config = ProcessGroupConfig(ProcessGroupNode("everyone"))
-    config.add_node(ProcessGroupNode("data", 2), "everyone")
-    config.add_node(ProcessGroupNode("model", 2), "everyone")
+    config = ProcessGroupConfig(ProcessGroupNode("world"))
+    config.add_node(ProcessGroupNode("data", 2), "world")
+    config.add_node(ProcessGroupNode("model", 2), "world")
     if rank == 2:
         DistributedManager().initialize_mesh((2, 2), ("data", "model"))
     else:
