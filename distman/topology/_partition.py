@@ -372,7 +372,7 @@ def mesh_plan(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], world_si
 
     Raises:
         ValueError: The mesh does not fit the world.
-        TypeError: ``mesh_dim_names`` is one text.
+        TypeError: ``mesh_shape`` or ``mesh_dim_names`` is no sequence, or one text.
 
     Example:
         >>> print(mesh_plan((-1, 3), ("data", "model"), world_size=6))
@@ -388,8 +388,9 @@ def mesh_plan(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], world_si
 
 def resolve_mesh_shape(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], world_size: int) -> tuple[int, ...]:
     """Return the shape of a mesh with its -1 replaced, of as many ranks as the world."""
-    if isinstance(mesh_dim_names, str):
-        raise TypeError(f"mesh_dim_names must be a sequence of names, got {mesh_dim_names!r}. Pass a tuple of names.")
+    for argument, given, of in (("mesh_shape", mesh_shape, "lengths"), ("mesh_dim_names", mesh_dim_names, "names")):
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise TypeError(f"{argument} must be a sequence of {of}, got {given!r}. Pass a tuple of {of}.")
     shape = tuple(mesh_shape)
     if not shape or len(shape) != len(mesh_dim_names) or len(set(mesh_dim_names)) != len(shape):
         raise ValueError(
@@ -434,7 +435,7 @@ def tree_plan(config: ProcessGroupConfig, world_size: int) -> Plan:
     if leaves == [config.root.name]:
         if config.root.size not in (None, world_size):
             raise ValueError(
-                f"the root of the tree must have the world size {world_size}, got {config.root.size}. Set it, or "
+                f"the root of the tree must have the world size {world_size}, got {config.root.size!r}. Set it, or "
                 "leave it out."
             )
         return Plan({})
@@ -445,6 +446,8 @@ def tree_plan(config: ProcessGroupConfig, world_size: int) -> Plan:
             f"every leaf of the tree must have a size, got none for {missing}. Call set_leaf_group_sizes()."
         )
     shape = [size for size in sizes.values() if size is not None]
+    if not all(map(is_whole_number, shape)):
+        raise ValueError(f"the leaves of the tree must have whole numbers of ranks, got {sizes}. Set integers.")
     if min(shape) < 1 or math.prod(shape) != world_size:
         raise ValueError(
             f"the leaves of the tree must multiply to the world size {world_size}, got {config}. "
@@ -454,7 +457,7 @@ def tree_plan(config: ProcessGroupConfig, world_size: int) -> Plan:
         size = math.prod(sizes[leaf] or 1 for leaf in config.leaves_below(node.name))
         if node.size not in (None, size):
             raise ValueError(
-                f"the size of group {node.name!r} must be the product {size} of its leaves, got {node.size}. "
+                f"the size of group {node.name!r} must be the product {size} of its leaves, got {node.size!r}. "
                 "Call update_parent_sizes()."
             )
     nodes = config.nodes_below_root()

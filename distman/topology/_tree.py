@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 from distman.errors import _undefined_group
 
@@ -180,7 +181,7 @@ class ProcessGroupConfig:
                 )
             _check_size(name, size)
         for name, size in group_sizes.items():
-            self._nodes[name].size = size
+            self._nodes[name].size = int(size)
         if update_parent_sizes:
             self.update_parent_sizes()
 
@@ -210,10 +211,10 @@ class ProcessGroupConfig:
         return node.name if node.size is None else f"{node.name}={node.size}"
 
 
-def _check_size(name: str, size: int | None) -> int:
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"the size of group {name!r} must be a positive number of ranks, got {size}. Set it.")
-    return size
+def _check_size(name: str, size: object) -> int:
+    if not isinstance(size, Integral) or size < 1:
+        raise ValueError(f"the size of group {name!r} must be a positive number of ranks, got {size!r}. Set it.")
+    return int(size)
 
 
 def _check_node(name: str, node: object) -> None:

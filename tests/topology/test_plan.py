@@ -124,6 +124,31 @@ def test_a_leaf_of_no_ranks_is_an_error(size):
         tree_plan(config, 24)
 
 
+@pytest.mark.parametrize("size", ["4", 4.0, 1.5])
+def test_a_leaf_whose_size_is_no_whole_number_is_an_error(size):
+    config = nested(2, 3, 4)
+    config.get_node("channel").size = size
+    with pytest.raises(
+        ValueError, match=rf"must have whole numbers of ranks, got .*'channel': {size!r}.* Set integers"
+    ):
+        tree_plan(config, 24)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "message"),
+    [
+        (24, ("x",), "mesh_shape must be a sequence of lengths, got 24"),
+        (None, ("x",), "mesh_shape must be a sequence of lengths, got None"),
+        ("24", ("x",), "mesh_shape must be a sequence of lengths, got '24'"),
+        ((24,), "x", "mesh_dim_names must be a sequence of names, got 'x'"),
+        ((24,), None, "mesh_dim_names must be a sequence of names, got None"),
+    ],
+)
+def test_what_is_no_sequence_is_no_mesh(shape, names, message):
+    with pytest.raises(TypeError, match=message):
+        mesh_plan(shape, names, 24)
+
+
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [((-1,), (24,)), ((-1, 4), (6, 4)), ((2, -1, 3), (2, 4, 3)), ((24, -1), (24, 1)), ((4, 6), (4, 6))],

@@ -2,10 +2,11 @@
 
 import re
 
+import numpy as np
 import pytest
 
 from distman.errors import UndefinedGroupError
-from distman.topology import ProcessGroupConfig, ProcessGroupNode
+from distman.topology import ProcessGroupConfig, ProcessGroupNode, parse_tree, tree_plan
 
 
 @pytest.fixture
@@ -97,9 +98,18 @@ def test_a_leaf_without_a_size_is_named(nested):
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "2", None])
 def test_a_size_is_a_positive_number(nested, size):
-    with pytest.raises(ValueError, match=f"the size of group 'spatial' must be a positive number of ranks, got {size}"):
+    with pytest.raises(
+        ValueError, match=f"the size of group 'spatial' must be a positive number of ranks, got {size!r}"
+    ):
         nested.set_leaf_group_sizes({"data": 2, "spatial": size, "channel": 4})
     assert nested.get_node("data").size is None
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, int])
+def test_a_size_may_be_a_number_of_numpy(nested, kind):
+    nested.set_leaf_group_sizes({"data": kind(2), "spatial": kind(3), "channel": kind(4)})
+    assert (str(nested), nested.root.size) == ("world(data=2, model(spatial=3, channel=4))", 24)
+    assert tree_plan(nested, 24) == tree_plan(parse_tree(str(nested)), 24)
 
 
 def test_only_leaves_are_given_sizes(nested):

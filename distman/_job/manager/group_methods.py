@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -182,10 +182,8 @@ class GroupMethods(SharedState):
             {'data': 2, 'model': 1}
         """
         if self._state.mesh is not None:
-            raise ValueError(
-                f"a job must have one mesh, got {tuple(mesh_shape)} beside {self._state.mesh}. Use global_mesh."
-            )
-        names = tuple(mesh_dim_names)
+            raise ValueError(f"a job must have one mesh, got {mesh_shape} beside {self._state.mesh}. Use global_mesh.")
+        names = tuple(mesh_dim_names) if isinstance(mesh_dim_names, Iterable) else ()
         if names != ("world",):  # the group of that axis is there
             self._state.groups.create(lambda: mesh_plan(mesh_shape, mesh_dim_names, self._state.job.world_size))
         shape = resolve_mesh_shape(mesh_shape, names, self._state.job.world_size)

@@ -113,6 +113,10 @@ def test_an_empty_name_is_that_of_no_group():
 def test_a_text_is_no_list_of_names():
     with pytest.raises(TypeError, match="mesh_dim_names must be a sequence of names, got 'ab'"):
         DistributedManager().initialize_mesh((-1, 1), "ab")
+    with pytest.raises(TypeError, match="mesh_dim_names must be a sequence of names, got None"):
+        DistributedManager().initialize_mesh((-1, 1), None)
+    with pytest.raises(TypeError, match="mesh_shape must be a sequence of lengths, got 2"):
+        DistributedManager().initialize_mesh(2, ("a",))
 
 
 # How other code, or the manager, destroys a group that the program still holds.
