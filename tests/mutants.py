@@ -62,15 +62,15 @@ MUTANTS = (
     ),
     *_mutants(
         "_job/meeting/address.py",
-        "rendezvous/test_address.py",
+        "job/meeting/test_address.py",
         ('_FIRST_PORT + int.from_bytes(digest[:4], "big")', 'int.from_bytes(digest[:4], "big")'),
         ("environment.num_nodes > 1", "environment.num_nodes > 2"),
     ),
     *_mutants(
         "_job/meeting/peers.py",
-        "rendezvous/test_peers.py rendezvous/test_membership.py",
+        "job/meeting/test_peers.py job/meeting/test_membership.py",
         ("if len(claims) > 1", "if len(claims) > 2"),
-        ("max(len(neighbours), local_rank + 1)", "len(neighbours)"),
+        ("max(len(node), said[place] + 1)", "len(node)"),
         ("if len(sharing) > 1 and any(", "if len(sharing) > 1 and all("),
     ),
     *_mutants(
@@ -95,12 +95,12 @@ MUTANTS = (
     ),
     *_mutants(
         "_coordination/consensus.py",
-        "groups/test_registry.py",
+        "job/groups/test_registry.py",
         ("if first.digest != digest:", "if first.digest == digest:"),
     ),
     *_mutants(
         "_job/manager/group_methods.py",
-        "groups/test_registry.py",
+        "job/groups/test_registry.py",
         ("inner.orthogonal(outer)", "inner.orthogonal()"),
     ),
     *_mutants(

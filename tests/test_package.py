@@ -224,5 +224,6 @@ def test_a_name_that_is_elsewhere_is_found(name):
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
-def test_a_mutant_finds_its_line(mutant):
+def test_a_mutant_finds_its_line_and_its_tests(mutant):
     assert mutant.text(REPOSITORY)
+    assert all((REPOSITORY / "tests" / one.partition("::")[0]).exists() for one in mutant.tests)
