@@ -166,8 +166,9 @@ def test_the_soliton_keeps_its_shape(rank):
 @ranks(2, 3, 4, manager=False)
 def test_waves_on_a_field_that_is_split(waves_alone, tmp_path, rank):
     """Two ranks split the rows, three the columns, and four both."""
-    assert_same(run_here(*WAVES, "--plot", tmp_path / "waves.png"), waves_alone, rank)
-    assert (tmp_path / "waves.png").exists() == (rank == 0)
+    plot = tmp_path / f"{rank}.png"  # the folder is that of all ranks
+    assert_same(run_here(*WAVES, "--plot", plot), waves_alone, rank)
+    assert plot.exists() == (rank == 0)
 
 
 @ranks(4, manager=False)
