@@ -132,7 +132,7 @@ class LocalStorage:
         return FolderBeside(Path(place))
 
     def check_replaceable(self, place: str, marker: str) -> None:
-        """Refuse a place where a new folder would remove what is no folder with a marker in it, nor empty."""
+        """Refuse a file, and a folder without the marker that is not empty: a new folder would replace it."""
         path = Path(place)
         if path.exists() and not path.is_dir():
             raise NotADirectoryError(f"the place of a folder must not be a file, got {place}. Name another one.")

@@ -73,7 +73,8 @@ _layouts: MutableMapping[torch.Tensor, Layout] = WeakIdKeyDictionary()
 def find_layout(tensor: torch.Tensor) -> Layout | None:
     """Return how a tensor is split, {} if it is whole; None if nobody knows."""
     found = _layouts.get(tensor)
-    return _of_same_numbers(tensor) if found is None else found
+    is_wrapped = found is None and tensor.grad_fn is not None  # the many that FSDP gathers parameters by are not
+    return _of_same_numbers(tensor) if is_wrapped else found
 
 
 def _of_same_numbers(tensor: torch.Tensor) -> Layout | None:

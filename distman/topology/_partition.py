@@ -372,7 +372,7 @@ def mesh_plan(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], world_si
 
     Raises:
         ValueError: The mesh does not fit the world.
-        TypeError: ``mesh_shape`` or ``mesh_dim_names`` is no sequence, or one text.
+        TypeError: ``mesh_shape`` or ``mesh_dim_names`` is not a sequence, or is a string.
 
     Example:
         >>> print(mesh_plan((-1, 3), ("data", "model"), world_size=6))

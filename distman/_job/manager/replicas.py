@@ -99,7 +99,7 @@ def _shared_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _states(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in the optimizers' states; what is no parameter of the module is named by its number."""
+    """Yield the tensors of the optimizers' states; parameters outside of the module are named by number."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     for number, optimizer in enumerate(optimizers):
         of = f" in optimizer {number}" if len(optimizers) > 1 else ""
