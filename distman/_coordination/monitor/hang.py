@@ -100,12 +100,12 @@ class StackQueries:
 class Standstill:
     """The main thread waits in something at one place."""
 
-    place: str  # in the user's program
+    place: str  # in the user's program; empty between the program and the end of the interpreter
     since: float  # when it was seen there first
     what: str = "work of its GPU"
 
     def __str__(self) -> str:
-        return f"{self.what} at {self.place}"
+        return f"{self.what} at {self.place}" if self.place else self.what
 
 
 class CallWatch:
@@ -117,7 +117,7 @@ class CallWatch:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit  # seconds that a wait may last
-        self._wait = Standstill("", 0.0)
+        self._wait: Standstill | None = None  # since the last look
         self._cpu_seconds = 0.0
 
     def look(self) -> Standstill | None:
@@ -127,12 +127,13 @@ class CallWatch:
             tracking.cpu_seconds_of_main_thread(),
             time.monotonic(),
         )
-        seconds = now - self._wait.since
-        if place != self._wait.place or cpu_seconds - self._cpu_seconds > _COMPUTING * seconds:
-            self._wait, self._cpu_seconds = Standstill(place, now, ""), cpu_seconds
-        elif seconds > self._limit / 2 and not self._wait.what:
-            self._wait.what = tracking.torch_call_of_main_thread()
-        return self._wait if self._wait.what else None
+        wait, seconds = self._wait, now - self._wait.since if self._wait is not None else 0.0
+        if wait is None or place != wait.place or cpu_seconds - self._cpu_seconds > _COMPUTING * seconds:
+            wait, self._cpu_seconds = Standstill(place, now, ""), cpu_seconds
+        elif seconds > self._limit / 2 and not wait.what:
+            wait.what = tracking.torch_call_of_main_thread()
+        self._wait = wait
+        return wait if wait.what else None
 
 
 class DeviceWatch:
@@ -147,16 +148,17 @@ class DeviceWatch:
         self._limit = limit  # seconds that a wait may last
         self._wait_for_device = wait_for_device
         self._has_device_come: Callable[[float | None], bool] | None = None
-        self._wait = Standstill("", 0.0)
+        self._wait: Standstill | None = None  # since the last look
 
     def look(self) -> Standstill | None:
         """Return what the main thread, not this one, seems to wait for; only its length proves that it does."""
         place, now = tracking.line_of_main_thread(), time.monotonic()
-        if place != self._wait.place or self._is_device_done():
+        wait = self._wait
+        if wait is None or place != wait.place or self._is_device_done():
             self._wait = Standstill(place, now)
-        elif now - self._wait.since > self._limit / 2:
+        elif now - wait.since > self._limit / 2:
             self._has_device_come = self._has_device_come or begin(self._wait_for_device)
-            return self._wait
+            return wait
         return None
 
     def _is_device_done(self) -> bool:

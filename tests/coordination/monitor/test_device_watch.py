@@ -6,7 +6,7 @@ import pytest
 
 from distman._coordination import tracking
 from distman._coordination.monitor.context import WatchContext
-from distman._coordination.monitor.hang import DeviceWatch, HangWatch, StackQueries
+from distman._coordination.monitor.hang import CallWatch, DeviceWatch, HangWatch, StackQueries
 
 from ...store.stores import MemoryStore
 from ..ranks import places
@@ -74,6 +74,13 @@ def test_a_program_that_goes_on_does_not_ask_the_gpu(place):
     for number in range(2000):
         place[0] = f"train.py:{number} in main"
         assert watch.look() is since is None
+
+
+@pytest.mark.parametrize("watch", [CallWatch(3600), DeviceWatch(3600, pytest.fail)], ids=["calls", "device"])
+def test_the_first_look_at_a_main_thread_without_a_frame_finds_no_wait(place, watch):
+    place[0] = ""  # Python has left the program, and has not ended yet
+    assert watch.look() is None
+    assert watch.look() is None
 
 
 @pytest.mark.usefixtures("place")
