@@ -50,9 +50,9 @@ def raise_failure(record: FailureRecord | None, error: BaseException | None) -> 
     failure = error if record is None and isinstance(error, JobFailed) else record.to_failure() if record else None
     if failure is None:
         return
-    watcher = current()
-    is_mine = watcher is not None and failure.rank == watcher.rank
-    own = (one for one in errors_in(error) if is_mine and type(one).__name__ == failure.error_type)
+    watcher, record = current(), record or FailureRecord.of(failure, failure.rank)
+    is_mine = watcher is not None and record.rank == watcher.rank
+    own = (one for one in errors_in(error) if is_mine and record.is_of(one))
     if (original := next(own, None)) is not None:
         _raise_again(original)
     note_raised(failure)

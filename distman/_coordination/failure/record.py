@@ -76,7 +76,7 @@ class FailureRecord:
         if isinstance(error, SystemExit) and isinstance(error.__context__, Exception) and _exit_code(error):
             error = error.__context__  # an error in hand is the reason
         if isinstance(error, SystemExit):
-            return cls(*place, EXITED, f"ended with exit code {_exit_code(error)}, by sys.exit() or SystemExit.")
+            return cls(*place, EXITED, _text_of_exit(error))
         name, text = type(error).__name__, result_within(lambda: _text_of(error), timing.ERROR_TEXT)
         trace = result_within(lambda: _traceback_of(error), timing.ERROR_TEXT) if text is not None else None
         text = f"(its __str__ took more than {timing.ERROR_TEXT:g} s)" if text is None else text
@@ -136,6 +136,12 @@ class FailureRecord:
         """Return the record that a message is."""
         return decode(data, cls, what)
 
+    def is_of(self, error: BaseException) -> bool:
+        """Return whether an error of the rank that failed may be the one that is on record."""
+        if self.error_type == EXITED:
+            return isinstance(error, SystemExit) and not isinstance(error, JobFailed)
+        return type(error).__name__ == self.error_type
+
     def is_told_by(self, error: BaseException) -> bool:
         """Return whether an error, which may be any that a program raised, tells the other ranks' failure on record."""
         return issubclass(type(error), JobFailed) and vars(self).items() <= vars(error).items()
@@ -159,7 +165,12 @@ class FailureRecord:
 
 
 def _exit_code(error: SystemExit) -> int:
-    return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return int(error.code) if isinstance(error.code, int) else int(error.code is not None)
+
+
+def _text_of_exit(error: SystemExit) -> str:
+    text = f"ended with exit code {_exit_code(error)}, by sys.exit() or SystemExit"
+    return f"{text}: {shortened(error.code, _MAX_TEXT)}" if isinstance(error.code, str) else f"{text}."
 
 
 def _text_of(error: BaseException) -> str:

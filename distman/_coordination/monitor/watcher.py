@@ -307,9 +307,11 @@ class Watcher:
             self.state = State.DELIVERED
         self._may_act.set()
         self.look_after_others(record)
-        is_told = bool(record.traceback_text) or hook.has_failed()
+        is_told = bool(record.traceback_text) or record.error_type == EXITED or hook.has_failed()
         is_from_here = record.rank == self.rank and is_told and not self._has_failed_thread
-        if not (has_left or is_from_here):
+        if is_from_here:
+            self._interruption.abort_groups()  # its handler may wait for ranks that survive
+        elif not has_left:
             self._interruption.deliver(record)
 
 

@@ -70,11 +70,11 @@ def test_an_error_whose_text_never_ends_is_told_all_the_same(monkeypatch):
     assert FailureRecord.of(EndlessError(), 0).error_text == "(its __str__ took more than 0.01 s)"
 
 
-@pytest.mark.parametrize(("code", "number"), [(3, 3), ("gave up", 1)])
-def test_an_exit_code_is_told(code, number):
+@pytest.mark.parametrize(("code", "number", "end"), [(3, 3, "."), (True, 1, "."), ("gave up", 1, ": gave up")])
+def test_an_exit_code_is_told(code, number, end):
     record = FailureRecord.of(SystemExit(code), 0)
     assert record.error_type == EXITED
-    assert record.error_text.startswith(f"ended with exit code {number},")
+    assert record.error_text == f"ended with exit code {number}, by sys.exit() or SystemExit{end}"
     assert type(record.to_error()) is JobFailed
 
 

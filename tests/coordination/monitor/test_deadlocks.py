@@ -100,6 +100,35 @@ def test_the_error_of_a_rank_that_waits_in_its_handler_is_that_of_the_job(monkey
             ALL[other]()
 
 
+@pytest.mark.parametrize("one", ["all_gather_objects", "all_gather_v", "all_reduce", "recv"])
+@ranks(3, manager=False)
+def test_it_waits_no_longer_where_the_others_survive(monkeypatch, tmp_path, rank, one):
+    begin(monkeypatch, tmp_path)
+    if rank == 1:
+        with pytest.raises(ValueError, match="boom"):
+            fail_and_then((ALL | {"recv": lambda: dist.recv(torch.ones(1), 2)})[one])
+        (tmp_path / "is out").touch()
+    else:
+        with surviving_failure():
+            DistributedManager().barrier()
+        assert poll((tmp_path / "is out").exists, 60)
+
+
+@pytest.mark.parametrize("code", [3, True, "no data", [1]], ids=repr)
+@ranks(3, manager=False)
+def test_so_it_is_where_the_rank_exits(monkeypatch, tmp_path, rank, code):
+    one, other = random.Random(repr(code)).choice(WITH_ERROR)  # noqa: S311
+    begin(monkeypatch, tmp_path)
+    if rank == 1:
+        with pytest.raises(SystemExit) as caught:
+            fail_and_then(ALL[one], SystemExit(code))
+        assert caught.value.code is code
+    else:
+        end = f"{3 if code == 3 else 1}, by .*{': no data' if code == 'no data' else 'SystemExit.'}"
+        with pytest.raises(JobFailed, match=rf"rank 1 .* ended with exit code {end}"):
+            ALL[other]()
+
+
 @pytest.mark.parametrize("one", sorted(FOR_SOME))
 @ranks(3, manager=False)
 def test_so_it_is_where_its_handler_waits_for_some(monkeypatch, tmp_path, rank, one):
@@ -175,8 +204,13 @@ def test_nothing_fails_where_who_sends_or_receives_is_late(monkeypatch, tmp_path
 @ranks(3, manager=False)
 def test_so_it_is_where_they_wait_in_threads(monkeypatch, tmp_path, rank, one, other):
     begin(monkeypatch, tmp_path)
-    with pytest.raises((ValueError, JobFailed), match="boom"):
-        in_a_thread((lambda: fail_and_then(ALL[one])) if rank == 1 else ALL[other])
+    if rank == 1:
+        with pytest.raises(ValueError, match="boom"):
+            in_a_thread(lambda: fail_and_then(ALL[one]))
+    else:
+        with surviving_failure() as failure:  # raised in the thread and in the main thread, in either order
+            in_a_thread(ALL[other])
+        assert "boom" in str(failure.error)
 
 
 def in_a_thread(call):
@@ -194,9 +228,9 @@ def in_a_thread(call):
     raise raised[0]
 
 
-def fail_and_then(wait):
+def fail_and_then(wait, error=None):
     try:
-        raise ValueError("boom")
+        raise error or ValueError("boom")
     finally:
         wait()
 
