@@ -21,7 +21,6 @@ from distman.checkpoint import (
     CheckpointFolder,
     check_state,
     is_sharded,
-    load,
     load_model_state,
     locate,
     map_state,
@@ -44,19 +43,11 @@ if TYPE_CHECKING:
     from distman.handler._nn_handler import NNHandler
     from distman.handler._training import Limits, Training
 
-EXIT_CODE = 75
-"""Exit code of a program that was asked to stop, saved, and wants to be started again.
-
-Source:
-    ``EX_TEMPFAIL`` of sysexits.h: try again later.
-"""
-
 _CONTENTS = ("model", "training", "history", "callbacks")  # what a checkpoint of a handler holds
 
 _REST = "rest"
 _PARTS = "parts"
-_MARK = "part of a sharded state"
-"""First of the two values that stand in the rest of a state for a tensor; the second one is the tensor's name."""
+_MARK = "part of a sharded state"  # stands in the rest of a state for a tensor, in a list with the tensor's name
 
 _HOLDERS = ("module", "state_dict", "model_state_dict", "model")
 """Names of the weights in checkpoints: of a handler, within ``model``; of Lightning; of torch's tutorials; of many."""
@@ -167,11 +158,20 @@ class Archive:
         self._callbacks.load_state_dict(state["callbacks"])
         self._loaded, self._changes = state["training"] or {}, changes
 
-    def take(self, state: dict[str, Any], changes: Changes | None = None) -> None:
-        """Restore a state that the program has loaded, so it wants to train on even where that training had stopped."""
+    def load(self, path: str | os.PathLike[str], changes: Changes) -> None:
+        """Restore a training that the program wants to go on with, even where it had stopped. Collective."""
+        state = _read_sharded(path, self._model.module)
+        if state is None:
+            state = checkpoint.load(path)
+        lacking = [name for name in _CONTENTS if not isinstance(state, Mapping) or name not in state]
+        if lacking:
+            raise CheckpointError(
+                f"the file must hold what NNHandler.save() wrote, but has no {', '.join(lacking)}. Begin with the "
+                "weights of a file of Lightning, torch.save or another library by handler.load(path, only='model')."
+            )
         if state["training"] is not None:
             state["training"]["reason"] = ""
-        self.load_state_dict(read_parts(state, self._model.module), changes)
+        self.load_state_dict(state, changes)
 
     def save(self, path: str | os.PathLike[str], *, sharded: bool) -> None:
         """Write the state. Collective; local once another rank has failed."""
@@ -179,7 +179,7 @@ class Archive:
         if has_failed() and not (sharded or self._model.is_sharded):
             checkpoint.save(state, _own_path(path), local=True)
         elif sharded:
-            checkpoint.save_sharded(parts_of(state), path)
+            checkpoint.save_sharded(_parts_of(state), path)
         else:
             checkpoint.save(whole(state), path)
 
@@ -189,17 +189,17 @@ class Archive:
             self.training.engine.check()
         location = locate(path)
         state = whole(self._model.evaluated_state())
-        if not location.place.endswith(".safetensors"):
+        if location.place.endswith(".safetensors"):
+            on_rank(0)(write_safetensors)(state, location)
+        else:
             checkpoint.save(state, path)
-            return
-        on_rank(0)(write_safetensors)(state, location)
 
     def resume(self, limits: Limits) -> bool:
         """Load what an earlier run of the program has saved; return True if it did all of this call of train()."""
         auto_save = self.auto_save
         if auto_save is None or not auto_save.is_awaited:
             return False
-        saved = auto_save.found = auto_save.found or load_latest(auto_save.folder, self._model.module)
+        saved = auto_save.found = auto_save.found or _load_latest(auto_save.folder, self._model.module)
         phases = saved["training"]["phases"] if saved is not None and saved["training"] is not None else []
         if len(self._phases) < len(phases):
             end = phases[len(self._phases)]
@@ -228,21 +228,7 @@ class Archive:
             self._reporter.log("asked to stop; saved in %s", self.auto_save.folder.path)
             if self.auto_save.requeues:
                 DistributedManager().requeue()
-        raise Preempted(EXIT_CODE)
-
-
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what a handler has saved. Collective."""
-    state = read_rest(path)
-    if state is None:
-        state = checkpoint.load(path)
-    lacking = [name for name in _CONTENTS if not isinstance(state, Mapping) or name not in state]
-    if lacking:
-        raise CheckpointError(
-            f"the file must hold what NNHandler.save() wrote, but has no {', '.join(lacking)}. Begin with the "
-            "weights of a file of Lightning, torch.save or another library by handler.load(path, only='model')."
-        )
-    return dict(state)
+        raise Preempted(os.EX_TEMPFAIL)  # try again later
 
 
 def _own_path(path: str | os.PathLike[str]) -> str:
@@ -250,16 +236,6 @@ def _own_path(path: str | os.PathLike[str]) -> str:
     name = os.fspath(path)  # or a URL, which is not a Path
     suffix = PurePath(name).suffix
     return f"{name.removesuffix(suffix)}.rank{DistributedManager().rank}{suffix}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Unread:
-    """A tensor that has yet to be read: how a model is sharded says which part of it."""
-
-    path: str | os.PathLike[str]
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,19 +254,18 @@ def whole(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def save_in(folder: CheckpointFolder, handler: NNHandler, **options: Any) -> None:
     """Save a training in a folder of checkpoints, whole or in parts. Collective."""
-    state = parts_of(handler.state_dict()) if folder.sharded else handler.whole_state_dict()
+    state = _parts_of(handler.state_dict()) if folder.sharded else handler.whole_state_dict()
     folder.save(state, handler.num_steps, **options)
 
 
-def load_latest(folder: CheckpointFolder, module: torch.nn.Module) -> Any:
+def _load_latest(folder: CheckpointFolder, module: torch.nn.Module) -> Any:
     """Return the latest training in a folder of checkpoints; None if there is none. Collective."""
-    if not folder.sharded:
-        return folder.load_latest(device="cpu")
+    if folder.sharded:
+        return read_latest(folder, lambda location: _read_sharded(location.path, module))
+    return folder.load_latest(device="cpu")
 
-    return read_latest(folder, lambda location: read_parts(read_rest(location.path), module))
 
-
-def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
+def _parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return this rank's parts of sharded tensors, and the rest, for :func:`save_sharded`. Collective."""
     parts: dict[str, torch.Tensor] = {}
 
@@ -310,8 +285,8 @@ def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return contents
 
 
-def read_rest(path: str | os.PathLike[str]) -> Any:
-    """Return what such a folder holds, :class:`Unread` for what is sharded; None if it is not one. Collective."""
+def _read_sharded(path: str | os.PathLike[str], module: torch.nn.Module, names: Sequence[str] = _CONTENTS) -> Any:
+    """Return what such a folder holds by these names, sharded as a module is; None if it is not one. Collective."""
     if not on_rank(0, broadcast=True)(is_sharded)(path):
         return None
     location = locate(path)
@@ -323,39 +298,26 @@ def read_rest(path: str | os.PathLike[str]) -> Any:
     file = torch.empty(found[_REST][0], dtype=torch.uint8)
     checkpoint.load_sharded({_REST: file}, path)
     rest = on_all_ranks(read_plain, io.BytesIO(file.numpy().tobytes()), location)
-
-    def mark(value: Any, _: str) -> Any:
-        if type(value) is list and len(value) == 2 and value[0] == _MARK:
-            return Unread(path, value[1], *found[f"{_PARTS}.{value[1]}"])
-        return value
-
-    return map_state(rest, mark)
-
-
-def read_parts(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """Return a state in which what was unread is there: this rank's part, or the whole. Collective."""
-    tensors: dict[str, torch.Tensor] = {}
-    paths = set()
+    parts: dict[str, torch.Tensor] = {}
 
     def make_room(value: Any, _: str) -> Any:
-        if not isinstance(value, Unread):
+        if type(value) is not list or len(value) != 2 or value[0] != _MARK:
             return value
-        paths.add(value.path)
-        return tensors.setdefault(value.name, _empty_like_parts(value, module))
+        return parts.setdefault(value[1], _empty_part(*found[f"{_PARTS}.{value[1]}"], module))
 
-    made = map_state(state, make_room)
-    for path in paths:  # one, if any
-        checkpoint.load_sharded({_PARTS: tensors}, path)
-    return cast("dict[str, Any]", made)
+    state = map_state({name: rest[name] for name in names}, make_room)
+    if parts:
+        checkpoint.load_sharded({_PARTS: parts}, path)
+    return state
 
 
-def _empty_like_parts(unread: Unread, module: torch.nn.Module) -> torch.Tensor:
+def _empty_part(shape: torch.Size, dtype: torch.dtype, module: torch.nn.Module) -> torch.Tensor:
     like: Any = next(module.parameters(), None)
     if not is_distributed_tensor(like):
-        return torch.empty(unread.shape, dtype=unread.dtype, device=DistributedManager().device)
+        return torch.empty(shape, dtype=dtype, device=DistributedManager().device)
     from torch.distributed import tensor as dtensors
 
-    return dtensors.empty(*unread.shape, dtype=unread.dtype, device_mesh=like.device_mesh, placements=like.placements)
+    return dtensors.empty(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
 
 
 def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool) -> dict[str, list[str]]:
@@ -384,11 +346,10 @@ def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, stric
 
 def _read(path: str | os.PathLike[str], module: torch.nn.Module) -> Any:
     """Return what is in a file; of a sharded training the model alone, in parts if it is sharded here. Collective."""
-    if not os.fspath(path).endswith(".safetensors"):
-        saved = read_rest(path)
-        return load(path, device="cpu") if saved is None else read_parts({"model": saved["model"]}, module)
-
-    return on_all_ranks(lambda: require("safetensors.torch", os.fspath(path)).load_file(path))
+    if os.fspath(path).endswith(".safetensors"):
+        return on_all_ranks(lambda: require("safetensors.torch", os.fspath(path)).load_file(path))
+    saved = _read_sharded(path, module, ["model"])
+    return checkpoint.load(path, device="cpu") if saved is None else saved
 
 
 def _find_weights(state: Any, path: str | os.PathLike[str]) -> Mapping[str, Any]:

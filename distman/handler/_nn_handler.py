@@ -20,7 +20,7 @@ from distman.checkpoint import CheckpointFolder, check_writable
 from distman.data import generators_preserved
 from distman.errors import DistmanError
 from distman.handler._accumulators import RESERVED, MetricFunction, StatefulMetric
-from distman.handler._archive import Archive, AutoSave, as_text, read_checkpoint, take_weights, whole
+from distman.handler._archive import Archive, AutoSave, as_text, take_weights, whole
 from distman.handler._callbacks import ModelCheckpoint
 from distman.handler._evaluation import evaluate, predict
 from distman.handler._events import Callback, Events
@@ -951,7 +951,7 @@ class NNHandler:
                 "restored as a whole."
             )
         if only is None:
-            self._archive.take(read_checkpoint(path), Changes(on_change))
+            self._archive.load(path, Changes(on_change))
             return None
         taken = take_weights(self.module, path, strict=strict)
         self._model.average = None  # of other weights

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distman._base import timing
 from distman._base.log import logger
 from distman._base.text import printable
-from distman.handler._archive import EXIT_CODE, Preempted
+from distman.handler._archive import Preempted
 from distman.handler._events import Callback
 from distman.handler._history import Record, as_numbers
 from distman.manager import DistributedManager
@@ -38,7 +38,7 @@ _NOT_IN_NAMES = frozenset("/\\'\"`")
 
 _TAG = "distman.run"  # the tag by which a resumed training finds its run: MLflow chooses the ids of runs itself
 _STATUS_OF_MLFLOW = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
-_EXIT_CODES = {"finished": 0, "preempted": EXIT_CODE, "failed": 1}
+_EXIT_CODES = {"finished": 0, "preempted": os.EX_TEMPFAIL, "failed": 1}
 
 
 class Tracker(Callback, abc.ABC):
