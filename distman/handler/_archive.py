@@ -122,6 +122,7 @@ class Archive:
         if self._loaded:
             training.load_state_dict(self._loaded, self._changes)
         elif self._loaded is not None:
+            self._callbacks.begin()
             self._changes.report()
         elif self.training is not None:
             training.go_on_from(self.training)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +13,6 @@ from distman.handler._history import Record
 
 if TYPE_CHECKING:
     from distman.handler._nn_handler import NNHandler
-
-P = ParamSpec("P")
 
 
 class Callback:
@@ -32,7 +30,7 @@ class Callback:
         epoch 3: 0.25
     """
 
-    # This class is the only list of events: a new one is a method here, and a call of Events.emit where it happens.
+    # This class is the only list of events: a new one is a method here, and a call of emit() where it happens.
 
     def on_train_begin(self, handler: NNHandler) -> None:
         """Called before the first epoch, and before the first one of a resumed run.
@@ -223,11 +221,17 @@ def _check_methods(callback: Callback) -> None:
 
 
 class Callbacks:
-    """The callbacks of a handler, in the order in which they are called."""
+    """The callbacks of a handler, in the order in which they are called for an event.
 
-    def __init__(self) -> None:
+    A state that a callback saves says which had been called for the event by then: the run that is resumed from it
+    calls the others, and none twice.
+    """
+
+    def __init__(self, handler: NNHandler) -> None:
+        self._handler = handler
         self._first: list[Callback] = []
         self._last: list[Callback] = []
+        self._called: dict[str, list[int]] = {}  # indices, for what has happened since the latest step, or epoch
 
     def __iter__(self) -> Iterator[Callback]:
         return iter([*self._first, *self._last])
@@ -236,11 +240,25 @@ class Callbacks:
         _check_methods(callback)
         (self._last if is_last else self._first).append(callback)
 
-    @property
-    def names(self) -> list[str]:
-        """The name of each callback's class, and which of those of its class it is."""
-        classes = [type(callback).__qualname__ for callback in self]
-        return [f"{name} {classes[:index].count(name)}" for index, name in enumerate(classes)]
+    def has_listeners(self, event: str) -> bool:
+        methods = [getattr(callback, event) for callback in self]
+        return any(getattr(method, "__func__", None) is not EVENTS[event] for method in methods)
+
+    def emit(self, event: str, *args: Any) -> None:
+        self._called.pop(event, None)
+        self.emit_rest(event, *args)
+
+    def emit_rest(self, event: str, *args: Any) -> None:
+        """Call the callbacks that have not been called for an event since :meth:`begin`."""
+        for index, callback in enumerate(self):
+            called = self._called.setdefault(event, [])
+            if index not in called:
+                called.append(index)
+                getattr(callback, event)(self._handler, *args)
+
+    def begin(self) -> None:
+        """Forget which have been called: a step or an epoch is over, and its events begin."""
+        self._called.clear()
 
     def state_dict(self) -> list[list[Any]]:
         return [[type(callback).__qualname__, callback.state_dict()] for callback in self]
@@ -254,53 +272,20 @@ class Callbacks:
                 saved.remove(own)
                 callback.load_state_dict(own[1])
 
+    @property
+    def _names(self) -> list[str]:
+        """The name of each callback's class, and which of those of its class it is."""
+        classes = [type(callback).__qualname__ for callback in self]
+        return [f"{name} {classes[:index].count(name)}" for index, name in enumerate(classes)]
 
-class Events:
-    """The events of one training, emitted to the callbacks of its handler.
+    def called(self) -> dict[str, Any]:
+        """Return which have been called, by their names."""
+        return {"names": self._names, "called": {event: [*indices] for event, indices in self._called.items()}}
 
-    A state that a callback saves says which callbacks had been called for the event by then: the run that is resumed
-    from it calls the others, and none twice.
-    """
-
-    def __init__(self, callbacks: Callbacks, handler: NNHandler) -> None:
-        self._callbacks, self._handler = callbacks, handler
-        self._called: dict[str, list[int]] = {}  # of what has happened since the latest step, or epoch
-
-    def has_listeners(self, event: Callable[..., None]) -> bool:
-        """Return whether a callback overrides the method of an event."""
-        methods = [getattr(callback, event.__name__) for callback in self._callbacks]
-        return any(getattr(method, "__func__", None) is not event for method in methods)
-
-    def emit(
-        self, event: Callable[Concatenate[Callback, NNHandler, P], None], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        self._called.pop(event.__name__, None)
-        self.emit_rest(event, *args, **kwargs)
-
-    def emit_rest(
-        self, event: Callable[Concatenate[Callback, NNHandler, P], None], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Call the callbacks that have not been called for an event since :meth:`begin`."""
-        called = self._called.setdefault(event.__name__, [])
-        for index, callback in enumerate(self._callbacks):
-            if index not in called:
-                called.append(index)
-                getattr(callback, event.__name__)(self._handler, *args, **kwargs)
-
-    def begin(self) -> None:
-        """Forget which have been called: a step or an epoch is over, and its events begin."""
-        self._called.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "names": self._callbacks.names,
-            "called": {event: [*indices] for event, indices in self._called.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state; a callback that is new has missed what it was not there for."""
+    def set_called(self, state: Mapping[str, Any]) -> None:
+        """Restore which have been called; one that is new has missed what it was not there for."""
         names = [*state["names"]]
-        places = [names.index(name) if name in names else None for name in self._callbacks.names]
+        places = [names.index(name) if name in names else None for name in self._names]
         self._called = {
             event: [own for own, place in enumerate(places) if place is None or place in indices]
             for event, indices in state["called"].items()

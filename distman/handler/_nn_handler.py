@@ -23,7 +23,7 @@ from distman.handler._accumulators import RESERVED, MetricFunction, StatefulMetr
 from distman.handler._archive import Archive, AutoSave, as_text, take_weights, whole
 from distman.handler._callbacks import ModelCheckpoint
 from distman.handler._evaluation import evaluate, predict
-from distman.handler._events import Callback, Events
+from distman.handler._events import Callback, Callbacks
 from distman.handler._history import History
 from distman.handler._objective import Forward, LossFunction, ScoreBased, Supervised, default_forward, make_sde
 from distman.handler._reporting import LoggerMode, Reporter, plot_history
@@ -131,9 +131,9 @@ class NNHandler:
         if seed is not None:
             seed_generators(seed_of(seed, manager.rank))
         self._model, self._seed = model, seed or 0
-        self._setup = Setup()
+        self._setup, self._callbacks = Setup(), Callbacks(self)
         self._reporter = Reporter(logger_mode, Path(log_file))
-        self._archive = Archive(model, self._setup.callbacks, self._reporter)
+        self._archive = Archive(model, self._callbacks, self._reporter)
         self._dtype: torch.dtype | None = None  # of mixed precision, as in the latest training
 
     if not TYPE_CHECKING:  # else any name would pass
@@ -501,7 +501,7 @@ class NNHandler:
             raise TypeError(
                 f"callback must be a Callback, got {callback!r}. Pass an object of a class derived from it."
             )
-        self._setup.callbacks.add(callback, is_last=isinstance(callback, ModelCheckpoint | Tracker))
+        self._callbacks.add(callback, is_last=isinstance(callback, ModelCheckpoint | Tracker))
 
     @joint
     def train(
@@ -575,10 +575,9 @@ class NNHandler:
             return self.history
         if self._archive.auto_save is not None:
             check_writable(self._archive.auto_save.folder)
-        events = Events(self._setup.callbacks, self)
         engine = self._setup.make_engine(self._model, options)
         training = Training(
-            self, self._setup, self._archive, engine, reporter=self._reporter, events=events, limits=limits
+            self, self._setup, self._archive, engine, reporter=self._reporter, callbacks=self._callbacks, limits=limits
         )
         self._archive.follow(training)
         if not self.module.training:
@@ -590,7 +589,7 @@ class NNHandler:
             if not is_over:
                 self._archive.end_program()
         except BaseException as error:
-            events.emit(Callback.on_exception, error)
+            self._callbacks.emit("on_exception", error)
             raise
         finally:
             self._archive.end_phase()

@@ -17,7 +17,6 @@ from distman._base.arguments import check_choice, check_options
 from distman.data import RankCachedDataset, TrainingLoader, distributed_loader, rank_cached_loader
 from distman.errors import DistmanError
 from distman.handler._accumulators import Metric
-from distman.handler._events import Callbacks
 from distman.handler._objective import Forward, Objective, ScoreBased, default_forward
 from distman.training import (
     UNNAMED,
@@ -139,7 +138,7 @@ _NO_OPTIONS = {"dataset", "evaluation", "group", "loader_kwargs"}
 
 
 class Setup:
-    """Optimizers, schedules, loss, data, metrics and callbacks of a handler, and what a training is made of then."""
+    """Optimizers, schedules, loss, data and metrics of a handler, and what a training is made of then."""
 
     def __init__(self) -> None:
         self.forward: Forward = default_forward
@@ -154,7 +153,6 @@ class Setup:
         self.train_data: Any = None
         self.val_data: Any = None
         self.metrics: dict[str, Metric] = {}
-        self.callbacks = Callbacks()
 
     def required_objective(self) -> Objective:
         return required(self.objective, "loss function", "set_loss_fn() or set_sde()")

@@ -21,7 +21,7 @@ from distman.data import generators_state, set_generators_state
 from distman.errors import DistmanError, NonFiniteLossError
 from distman.handler._accumulators import Accumulators, Numbers, StepRecords, TakenStep
 from distman.handler._archive import save_in
-from distman.handler._events import Callback, Events
+from distman.handler._events import Callbacks
 from distman.handler._history import Record, as_numbers, turn_into_numbers
 from distman.handler._objective import Outcome
 from distman.handler._reporting import ProgressBar, Reporter
@@ -104,16 +104,16 @@ class Training:
         engine: Engine,
         *,
         reporter: Reporter,
-        events: Events,
+        callbacks: Callbacks,
         limits: Limits,
     ) -> None:
         self._handler, self.engine, self._learn = handler, engine, _learning(setup, engine)
-        engine.emit = lambda event, *args: events.emit(getattr(Callback, event), *args)
+        engine.emit = callbacks.emit
         self._data, self._source, self._schedules = setup.train_data, setup.make_source(), setup.make_schedules()
         self._new_accumulators = Numbers if setup.step is not None else functools.partial(Accumulators, setup.metrics)
         self._accumulators: Accumulators = self._new_accumulators()
         self._history, self._auto_save = archive.history, archive.auto_save
-        self._reporter, self._events, self._limits = reporter, events, limits
+        self._reporter, self._callbacks, self._limits = reporter, callbacks, limits
         self.epoch = self.num_batches = self.num_passes = self.validated_at = 0
         self.seconds, self._since = 0.0, time.perf_counter()
         self.reason = self._stop_reason = ""
@@ -128,13 +128,11 @@ class Training:
 
     def run(self, *, progress: bool | None = None) -> bool:
         """Train until the limits are reached; return False if the job was asked to stop before. Collective."""
-        is_heard = torch.tensor(
-            self._events.has_listeners(Callback.on_step_records), device=DistributedManager().device
-        )
+        is_heard = torch.tensor(self._callbacks.has_listeners("on_step_records"), device=DistributedManager().device)
         self._step_records = StepRecords(are_kept=bool(fused_all_reduce(is_heard.int()).item()))
-        self._events.emit(Callback.on_train_begin)
+        self._callbacks.emit("on_train_begin")
         if self._emitted:
-            self._events.emit_rest(Callback.on_step_records, self._emitted)
+            self._callbacks.emit_rest("on_step_records", self._emitted)
             self._emitted = []
         if self.pending == "epoch":
             self._end_epoch()
@@ -159,7 +157,7 @@ class Training:
             if self._reading is not None:
                 self._reading.close()  # and with it the workers of a loader
                 self._reading = None
-        self._events.emit(Callback.on_train_end)
+        self._callbacks.emit("on_train_end")
         return True
 
     def stop(self, reason: str) -> None:
@@ -185,7 +183,7 @@ class Training:
         }
         return {
             **{name: getattr(self, name) for name in _KEPT},
-            "events": self._events.state_dict(),
+            "events": self._callbacks.called(),
             "emitted": as_numbers(self._emitted),
             "record": as_numbers([] if self._record is None else [self._record]),
             "optimization": self.engine.state_dict(),
@@ -204,7 +202,7 @@ class Training:
         for name in _KEPT:
             setattr(self, name, state[name])
         self._emitted, self._record = [*state["emitted"]], next(iter(state["record"]), None)
-        self._events.load_state_dict(state["events"])
+        self._callbacks.set_called(state["events"])
         self.engine.load_state_dict(state["optimization"], Changes("program" if changes.are_of_program else None))
         self._schedules.load_state_dict(state["scheduler"], state["schedules"], changes)
         manager, ranks = DistributedManager(), state["ranks"]
@@ -236,7 +234,6 @@ class Training:
         for name in (*_KEPT, "_stop_reason", "_record"):
             setattr(self, name, getattr(latest, name))
         self.reason = ""
-        self._events.load_state_dict(latest._events.state_dict())
         self.engine.go_on_from(latest.engine)
         position = latest._source_state() if self._data is latest._data else None  # others are read from the beginning
         if self._resume_source(position, is_same_job=True):
@@ -259,7 +256,7 @@ class Training:
 
     def _run_epoch(self, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
-        self._events.emit(Callback.on_epoch_begin, self.epoch)
+        self._callbacks.emit("on_epoch_begin", self.epoch)
         self.engine.follow_freezing()
         if self.pending == "step":
             self._end_step()
@@ -307,7 +304,7 @@ class Training:
                     loss = outcome.loss.detach()
                 else:
                     loss = values[0] if values.numel() else values.new_tensor(math.nan)
-                self._events.emit(Callback.on_train_batch_end, step.batch, loss)
+                self._callbacks.emit("on_train_batch_end", step.batch, loss)
         if not engine.num_left_out:
             for values, step in zip(found, steps, strict=True):
                 accumulators.add(values, step.num_own)
@@ -319,7 +316,7 @@ class Training:
             record = {"step": float(engine.num_steps), "epoch": float(self.epoch), **rates}
             numbers = {name: [one[index] for one in found] for index, name in enumerate(accumulators.of_steps)}
             self._step_records.add(TakenStep(record, steps, numbers, engine.norm, accumulators.may_lack))
-        self._events.begin()
+        self._callbacks.begin()
         self.pending = "step"
         self._end_step()
         return True
@@ -327,7 +324,7 @@ class Training:
     def _end_step(self) -> None:
         if self._step_records.are_due:
             self._emit_step_records()
-        self._events.emit_rest(Callback.on_step_end, self.engine.num_steps)
+        self._callbacks.emit_rest("on_step_end", self.engine.num_steps)
         self.pending = ""
 
     def _emit_step_records(self) -> None:
@@ -335,7 +332,7 @@ class Training:
             return
         if records := self._step_records.take():
             self._emitted = records
-            self._events.emit(Callback.on_step_records, records)
+            self._callbacks.emit("on_step_records", records)
             self._emitted = []
 
     def _batches(self) -> Iterator[Step]:
@@ -363,7 +360,7 @@ class Training:
     def _finish_epoch(self) -> None:
         record = self._record = self._record or self._results()
         if "val_loss" in record:
-            self._events.emit_rest(Callback.on_validation_end, record)
+            self._callbacks.emit_rest("on_validation_end", record)
         record |= self._schedules.learning_rates
         record["skipped"] = float(self.engine.num_skipped)
         record["seconds"] = aggregate_loss(self.seconds)
@@ -384,18 +381,18 @@ class Training:
 
     def _end_epoch(self) -> None:
         record = [*self._history][-1]
-        self._events.emit_rest(Callback.on_epoch_end, record)
+        self._callbacks.emit_rest("on_epoch_end", record)
         turn_into_numbers(record)
         self._reporter.log_epoch(record, self._limits.epochs)
         self._agree_to_stop()
         self.pending = ""
-        self._events.begin()
+        self._callbacks.begin()
         if self._is_save_due(epoch=self.epoch) or self._is_over():
             self._save()
 
     def _validate(self) -> Record:
         self.engine.check()  # before the best of the weights is chosen
-        self._events.emit_rest(Callback.on_validation_start)
+        self._callbacks.emit_rest("on_validation_start")
         return {f"val_{name}": value for name, value in self._handler.validate().items()}
 
     def _validate_within(self) -> None:
@@ -410,7 +407,7 @@ class Training:
             self.validated_at, self.pending = num_steps, "validation"
         if self.pending == "validation":
             record = self._history.validations[-1]
-            self._events.emit_rest(Callback.on_validation_end, record)
+            self._callbacks.emit_rest("on_validation_end", record)
             turn_into_numbers(record)
             self._reporter.log_validation(record)
             self._agree_to_stop()
