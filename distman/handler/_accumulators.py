@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -46,10 +45,6 @@ class Accumulators:
     """Adds up the loss and the metrics of this rank's batches.
 
     A batch for which a metric is NaN does not count in it. A loss that is NaN makes the mean NaN.
-
-    Attributes:
-        names: Names of what is added up batch by batch.
-        sums: Sums of these over samples, and the numbers of these samples; shape ``(2, names)``.
     """
 
     may_lack = False  # whether NaN stands for a number that a batch lacks
@@ -63,7 +58,8 @@ class Accumulators:
                 self._stateful[name].reset()
             else:
                 self._by_batch[name] = metric
-        self.names = ["loss", *self._by_batch]
+        self.names = ["loss", *self._by_batch]  # of what is added up batch by batch
+        # Over samples, and the numbers of these samples: shape (2, names).
         self.sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=DistributedManager().device)
 
     @property
@@ -81,14 +77,11 @@ class Accumulators:
         loss = outcome.loss.detach().reshape(1)
         if not num_samples or not (self._by_batch or self._stateful):
             return loss
-        return self._measure_all(loss, outcome)
-
-    @torch.no_grad()
-    def _measure_all(self, loss: torch.Tensor, outcome: Outcome) -> torch.Tensor:
         outputs, targets = tree_map(_detached, (outcome.outputs, outcome.targets))
-        for stateful in self._stateful.values():
-            stateful.update(outputs, targets)
-        values = [as_number(name, measure(outputs, targets)) for name, measure in self._by_batch.items()]
+        with torch.no_grad():
+            for stateful in self._stateful.values():
+                stateful.update(outputs, targets)
+            values = [_as_number(name, measure(outputs, targets)) for name, measure in self._by_batch.items()]
         return torch.cat([loss.double(), *[value.to(loss.device) for value in values]]) if values else loss
 
     def add(self, values: torch.Tensor, num_samples: int) -> None:
@@ -108,7 +101,11 @@ class Accumulators:
         total, num = fused_all_reduce(self.sums)
         means = dict(zip(self.names, (total / num).tolist(), strict=True))
         for name, stateful in self._stateful.items():
-            means |= _by_name(name, stateful.compute())
+            value = stateful.compute()
+            parts = (
+                {f"{name}_{part}": one for part, one in value.items()} if isinstance(value, Mapping) else {name: value}
+            )
+            means |= {part: _as_number(part, one).item() for part, one in parts.items()}
         return means
 
 
@@ -131,7 +128,6 @@ class Numbers(Accumulators):
         self.names, self.sums = [*names], sums.to(self.sums.device, copy=True)
 
     def measure(self, returned: Any, num_samples: int) -> torch.Tensor:
-        """Return the numbers for a batch, shape ``(names,)``."""
         given = returned if isinstance(returned, Mapping) else {} if returned is None else {"loss": returned}
         if not self._is_begun and {*given} != {*self.names}:
             self.names = [*map(_checked, given)]
@@ -142,7 +138,7 @@ class Numbers(Accumulators):
                 f"a step must return the same names for each batch, {self.names}, got {[*given]}. Return NaN for a "
                 "number that a batch lacks; it does not count."
             )
-        found = [as_number(name, _detached(given[name])).to(self.sums.device) for name in self.names]
+        found = [_as_number(name, _detached(given[name])).to(self.sums.device) for name in self.names]
         return torch.cat(found) if found else self.sums.new_zeros(0)
 
     def compute(self) -> dict[str, float]:
@@ -172,13 +168,7 @@ def _gather_states(state: torch.Tensor, group: object = None) -> list[torch.Tens
     return [one if one.numel() else like[:0] if like.ndim else one for one in states]
 
 
-def _by_name(name: str, value: Any) -> dict[str, float]:
-    parts = {f"{name}_{part}": one for part, one in value.items()} if isinstance(value, Mapping) else {name: value}
-    return {part: as_number(part, one).item() for part, one in parts.items()}
-
-
-def as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:
-    """Return a value as a tensor of shape ``(1,)``."""
+def _as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:
     number = torch.as_tensor(value, dtype=torch.float64)
     if number.numel() != 1:
         raise ValueError(f"metric {name} must be one number, got shape {tuple(number.shape)}. Return its mean.")
@@ -199,13 +189,12 @@ def _detached(leaf: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TakenStep:
-    """A step: what is known of it, its batches, this rank's numbers, and the gradient's norm, if an option needs it."""
+    """A step: what is known of it, its batches, this rank's numbers for each, and the gradient's norm."""
 
     record: Record
     batches: Sequence[Step]
-    numbers: Mapping[str, Sequence[torch.Tensor]]
-    norm: torch.Tensor | None
-    may_lack: bool
+    values: Sequence[torch.Tensor]
+    norm: torch.Tensor | None  # if an option needs it
 
 
 class StepRecords:
@@ -235,44 +224,36 @@ class StepRecords:
         self._seconds, self._since = self._seconds + now - self._since, now
         self._unread.append(step)
 
-    def take(self) -> list[Record]:
+    def take(self, accumulators: Accumulators) -> list[Record]:
         """Return the numbers of all steps since the last call. Collective; waits for the device."""
         unread, self._unread = self._unread, []
         if not unread:
             return []
-        device = DistributedManager().device
-        own = {name: torch.tensor(sums, dtype=torch.float64, device=device) for name, sums in _own_sums(unread).items()}
-        means = {name: (sums / counts).tolist() for name, (sums, counts) in fused_all_reduce(own).items()}
+        names, device = accumulators.of_steps, DistributedManager().device
+        own = _sums_of(unread, len(names), may_lack=accumulators.may_lack).unbind(-1)
+        everyone = fused_all_reduce(dict(zip(names, own, strict=True)))  # which refuses other names on other ranks
+        means = {name: (sums / counts).tolist() for name, (sums, counts) in everyone.items()}
         times = torch.tensor([self._seconds, self._waited], dtype=torch.float64, device=device)
         seconds, waited = fused_all_reduce(times, op="MAX").tolist()  # all ranks wait for the slowest
         self._seconds = self._waited = 0.0
         self._num_until_due = max(1, min(_MOST_UNREAD, int(timing.NUMBERS_UNREAD * len(unread) / seconds)))
         num_samples = sum(batch.num_total for one in unread for batch in one.batches)
-        norms = _read([one.norm for one in unread if one.norm is not None])
         rates = {"samples_per_second": num_samples / seconds, "waiting": waited / seconds}
+        norms = [one.norm for one in unread if one.norm is not None]
+        read = iter(torch.stack(norms).tolist() if norms else [])
         return [
             one.record
             | {name: values[index] for name, values in means.items()}
-            | ({} if one.norm is None else {"grad_norm": norms.pop(0)})
+            | ({} if one.norm is None else {"grad_norm": next(read)})
             | rates
             for index, one in enumerate(unread)
         ]
 
 
-def _own_sums(unread: Sequence[TakenStep]) -> dict[str, tuple[list[float], list[int]]]:
-    """Return by name, for each step, the sum of a number over this rank's samples, and how many these are."""
-    read = iter(_read([value for one in unread for values in one.numbers.values() for value in values]))
-    own: dict[str, tuple[list[float], list[int]]] = {name: ([], []) for name in unread[0].numbers}
-    for one in unread:
-        for name in one.numbers:
-            parts = [(next(read), batch.num_own) for batch in one.batches]
-            counted = [(value, num) for value, num in parts if num and not (one.may_lack and math.isnan(value))]
-            sums, counts = own[name]
-            sums.append(sum(value * num for value, num in counted))
-            counts.append(sum(num for _, num in counted))
-    return own
-
-
-def _read(numbers: Sequence[torch.Tensor]) -> list[float]:
-    values: list[float] = torch.stack([one.reshape(()) for one in numbers]).tolist() if numbers else []
-    return values
+def _sums_of(unread: Sequence[TakenStep], num_names: int, *, may_lack: bool) -> torch.Tensor:
+    """Return this rank's sums over the samples of each step, and their numbers, shape ``(2, steps, names)``."""
+    values = torch.stack([values[:num_names] for one in unread for values in one.values]).double()
+    num_own = torch.tensor([batch.num_own for one in unread for batch in one.batches], device=values.device)
+    counts = num_own[:, None] * (~values.isnan() if may_lack else torch.ones_like(values))
+    parts = torch.stack([torch.where(counts > 0, values, 0.0) * counts, counts])
+    return torch.stack([part.sum(1) for part in parts.split([len(one.batches) for one in unread], dim=1)], dim=1)

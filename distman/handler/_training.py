@@ -314,8 +314,7 @@ class Training:
         self._schedules.after_step(engine.num_taken)
         if self._step_records.are_kept:
             record = {"step": float(engine.num_steps), "epoch": float(self.epoch), **rates}
-            numbers = {name: [one[index] for one in found] for index, name in enumerate(accumulators.of_steps)}
-            self._step_records.add(TakenStep(record, steps, numbers, engine.norm, accumulators.may_lack))
+            self._step_records.add(TakenStep(record, steps, found, engine.norm))
         self._callbacks.begin()
         self.pending = "step"
         self._end_step()
@@ -330,7 +329,7 @@ class Training:
     def _emit_step_records(self) -> None:
         if has_failed():  # then a state is saved without them: they are means over all ranks
             return
-        if records := self._step_records.take():
+        if records := self._step_records.take(self._accumulators):
             self._emitted = records
             self._callbacks.emit("on_step_records", records)
             self._emitted = []
