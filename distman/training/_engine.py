@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -89,7 +89,7 @@ class Engine:
         self.optimizers, self._parameters = self._optimizers.by_name, self._optimizers.parameters
         self._prepare_model()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
-        self._keep_average()
+        model.keep_average(options.ema_decay, use_buffers=options.use_buffers)
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0  # the latter because a loss or the gradient was not finite
         self.num_taken = dict.fromkeys(self.optimizers, 0)  # by each optimizer in the latest step
@@ -100,14 +100,13 @@ class Engine:
         self._is_last, self._is_over = True, True  # the present batch; the step, to which nothing can be added then
         self._is_stepping = False
         self._batch = ExitStack()  # left when the batch is over
-        self._buffers: list[torch.Tensor] | None = None  # from before the step
+        self._buffers: list[torch.Tensor] = []  # from before a step that may be skipped
         self._losses: dict[str, list[torch.Tensor]] = {}  # of the gradients that wait for their optimizer's step
         self._closures: dict[str, list[tuple[Closure, float]]] = {}
         self._norms: list[torch.Tensor] = []  # of the optimizers' gradients in the present step
         self._scaled: set[str] = set()  # optimizers that have stepped since the scale of the loss was updated
         self.num_left_out = 0  # steps of optimizers, in the latest step
         self._num_windows = 0
-        model.sort_buckets()
         may_skip = options.non_finite == "skip" or options.amp == "fp16"
         usual = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_CHECKS
         self._finite = FiniteCheck(self._scaler, options.non_finite, 1 if may_skip else options.check_every or usual)
@@ -133,11 +132,10 @@ class Engine:
         """Average the gradients of what is trained now: a callback may have frozen a part. Collective."""
         if self._wraps:
             self.model.wrap()
-            self.model.sort_buckets()
 
     def window(self, steps: Sequence[Step]) -> Generator[Any]:
         """Yield this rank's batches of a step, on its device; for each gradients may be computed. Collective."""
-        self._buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
+        self._buffers = self._copy_buffers() if self._options.non_finite == "skip" else []
         self.num_taken, self.num_left_out, self._norms = dict.fromkeys(self.optimizers, 0), 0, []
         self._num_windows += 1
         num_total = max(sum(step.num_total for step in steps), 1)
@@ -189,7 +187,7 @@ class Engine:
             )
         self.norm = _norm_of(self._norms)
         self._batch.close()
-        if self.num_left_out:
+        if self.num_left_out and self._options.non_finite == "skip":
             self._restore_buffers(self._buffers)
         if any(self.num_taken.values()) and self.model.average is not None:
             self.model.average.update()
@@ -210,8 +208,7 @@ class Engine:
             with self.autocast(), self.model.explaining_unused():
                 outcome = objective(model, batch)
             if not self._share and self.model.is_sharded:  # whose parameters get their gradients past their hooks
-                outputs = [one for one in tree_leaves(outcome.outputs) if isinstance(one, torch.Tensor)]
-                _add_zeros_to([one for one in outputs if one.requires_grad])
+                _add_zeros_to(one for one in tree_leaves(outcome.outputs) if isinstance(one, torch.Tensor))
             self.backward(outcome.loss, [*self.optimizers])
         return outcome
 
@@ -222,27 +219,22 @@ class Engine:
         check_loss(loss)
         self.emit("on_before_backward", loss)
         waits = WaitScope("backward of the model", computes=True) if self._wraps else nullcontext()
+        hooks = [] if share else _add_zeros_to(self.model.module.parameters())
         step_times.current().enter(step_times.BACKWARD)
-        with self._full_precision(), waits, nullcontext() if share else self._adding_zeros():
-            self._scaler.scale(loss).backward(
-                gradient=_root_of(loss, share * self._world_size if self._wraps else share),
-                retain_graph=retain_graph,
-                inputs=self._inputs_of(chosen),
-            )
+        try:
+            with self._full_precision(), waits:
+                self._scaler.scale(loss).backward(
+                    gradient=_root_of(loss, share * self._world_size if self._wraps else share),
+                    retain_graph=retain_graph,
+                    inputs=self._inputs_of(chosen),
+                )
+        finally:
+            for hook in hooks:
+                hook.remove()
         for name in chosen:
             self._losses.setdefault(name, []).append(loss.detach() if share else torch.zeros_like(loss))
         step_times.current().enter(step_times.COMPUTING)
         self.emit("on_after_backward")
-
-    @contextmanager
-    def _adding_zeros(self) -> Iterator[None]:
-        """Let the gradient of a batch that counts 0 be 0: that of a mean over no samples is NaN."""
-        hooks = _add_zeros_to([one for one in self.model.module.parameters() if one.requires_grad])
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _inputs_of(self, names: Sequence[str]) -> list[torch.nn.Parameter] | None:
         """Return the parameters that get a gradient; None for all, as a wrapped model needs it."""
@@ -277,13 +269,10 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
         """Restore such a state, after that of the model, which may have had no average, or one that is not wanted."""
-        self._keep_average()
+        self.model.keep_average(self._options.ema_decay, use_buffers=self._options.use_buffers)
         self._optimizers.load_state_dict(state, changes)
         self._load_scale(state["scaler"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
-
-    def _keep_average(self) -> None:
-        self.model.keep_average(self._options.ema_decay, use_buffers=self._options.use_buffers)
 
     def go_on_from(self, latest: Engine) -> None:
         """Go on counting where the latest run in this program has ended; the optimizers are as they are now."""
@@ -404,7 +393,6 @@ class Engine:
                 self._scaler.step(self.optimizers[name])
             else:
                 self.optimizers[name].step()
-        self._finite.note_taken()
         return True
 
     def _take_with_closures(self, name: str) -> bool:
@@ -422,7 +410,7 @@ class Engine:
                 for parameter, value in zip(parameters, before, strict=True):
                     parameter.copy_(value)
             optimizer.state.clear()  # of the way to where the loss is not finite
-            return self._finite.look()
+            return self._finite.look(is_latest_taken=False)
         return True
 
     def _evaluate(self, name: str) -> torch.Tensor:
@@ -529,8 +517,8 @@ class Engine:
         return [buffer.clone() for buffer in self.model.module.buffers()]
 
     @torch.no_grad()
-    def _restore_buffers(self, buffers: Sequence[torch.Tensor] | None) -> None:
-        for buffer, saved in zip(self.model.module.buffers(), buffers or (), strict=buffers is not None):
+    def _restore_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        for buffer, saved in zip(self.model.module.buffers(), buffers, strict=True):
             buffer.copy_(saved)
 
     @contextmanager
@@ -557,9 +545,9 @@ def _root_of(loss: torch.Tensor, factor: float) -> torch.Tensor:
     return (loss - loss) + factor if factor else torch.zeros_like(loss)
 
 
-def _add_zeros_to(tensors: Sequence[torch.Tensor]) -> list[RemovableHandle]:
-    """Let the gradients of tensors be 0."""
-    return [one.register_hook(torch.zeros_like) for one in tensors]
+def _add_zeros_to(tensors: Iterable[torch.Tensor]) -> list[RemovableHandle]:
+    """Let the gradient of a batch that counts 0 be 0: that of a mean over no samples is NaN."""
+    return [one.register_hook(torch.zeros_like) for one in tensors if one.requires_grad]
 
 
 def check_loss(loss: object) -> None:

@@ -29,7 +29,7 @@ from distman.training._sharding import (
     own_part,
     place_parts,
     placed_as,
-    put_together_once,
+    units,
     without_reduction,
 )
 
@@ -82,7 +82,6 @@ class TrainedModel:
             compile_parts(self.module, compile_options)
         elif compile_options is not None:
             self.module.compile(**compile_options)
-        self._are_buckets_sorted = False
         self.wrapped = self.module  # as DistributedDataParallel, on several ranks and where it is not sharded
         if wraps:
             self.wrap()
@@ -98,14 +97,17 @@ class TrainedModel:
         trained = self._trainable()
         if [id(one) for one in trained] == [id(one) for one in self._trained]:
             return
+        self._trained, self.wrapped = trained, self.module
         if self.is_sharded:
-            put_together_once(self.module)
-        self._trained, self._are_buckets_sorted, self.wrapped = trained, False, self.module
-        if trained and not self.is_sharded:
+            for unit in units(self.module):  # which sees what is trained as it is put together
+                unit.unshard()
+                unit.reshard()
+        elif trained:
             options = {"gradient_as_bucket_view": True, **self._ddp_options}
             self.wrapped = DistributedManager().wrap_ddp(self.module, **options)
         if isinstance(self.wrapped, DistributedDataParallel):
             self.wrapped.register_forward_pre_hook(self._refuse)
+            self._sort_buckets(self.wrapped)
 
     def forget_step(self) -> None:
         """Let a sharded module have its own parameters again after a step that raised."""
@@ -149,17 +151,13 @@ class TrainedModel:
                 "DDP_FIND_UNUSED_PARAMETERS=1."
             ) from error
 
-    def sort_buckets(self) -> None:
+    def _sort_buckets(self, wrapped: DistributedDataParallel) -> None:
         """Let DistributedDataParallel sort its buckets once and for all, in the reverse order of the parameters.
 
-        Collective. It sorts them after the first backward pass, in the order of its gradients, and the last bits of the
-        sums depend on it. A run that is resumed would have other buckets in its first step, so each run makes a pass
-        of its own first, with gradients of zero.
+        It sorts them after the first backward pass, in the order of its gradients, and the last bits of the sums depend
+        on it. A run that is resumed would have other buckets in its first step, so each run makes a pass of its own
+        first, with gradients of zero.
         """
-        wrapped = self.wrapped
-        if self._are_buckets_sorted or not isinstance(wrapped, DistributedDataParallel):
-            return
-        self._are_buckets_sorted = True
         if wrapped.find_unused_parameters or wrapped.static_graph:  # does not, or learns the graph from this pass
             return
         wrapped.module = _ZeroGradients(self.module, self._trained)
@@ -244,7 +242,10 @@ class TrainedModel:
                 found |= {name: (buffer, is_read) for name, buffer in buffers if name in saved}
         if self.is_sharded and self.average is not None:
             averages = self.average.named
-            found |= {f"average.{name}": (averages[name], is_read) for name, (_, is_read) in [*found.items()]}
+            found |= {
+                f"average.{name}": (averages[name.removeprefix("module.")], is_read)
+                for name, (_, is_read) in [*found.items()]
+            }
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,8 +260,7 @@ class TrainedModel:
     def evaluated_state(self) -> dict[str, Any]:
         """Return the average, if one is kept, else weights and buffers; under the names of the bare model."""
         if self.is_sharded and self.average is not None:
-            averages = self.average.state_dict()
-            return {name: averages.get(f"module.{name}", value) for name, value in model_state(self.module).items()}
+            return model_state(self.module) | self.average.state()
         return model_state(self.evaluated)
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
@@ -323,7 +323,6 @@ class _ZeroGradients(torch.nn.Module):
 
 
 def check_strategy(strategy: str, options: Mapping[str, Any]) -> None:
-    """Refuse a way in which the ranks cannot share the training of a model."""
     check_choice("strategy", strategy, ("ddp", "fsdp"))
     if not isinstance(options.get("reshard_after_forward"), bool | None):
         raise TypeError(
@@ -337,32 +336,27 @@ class Average:
 
     Averages are kept of the parameters and, unless a program says otherwise, of the running statistics of norms. The
     average of other buffers, such as tables, counters, or the vectors of a spectral norm, would not be valid.
-
-    Attributes:
-        module: A copy of the module, with the averages; None where it is sharded, as the averages are then.
     """
 
     def __init__(self, module: torch.nn.Module, *, is_sharded: bool) -> None:
         self._source = module
-        self.module = None if is_sharded else copy.deepcopy(module)
-        parts = {name: one.detach().clone() for name, one in _tensors(module).items()} if is_sharded else {}
-        self._parts: dict[str, torch.Tensor] = parts
+        self.module = None if is_sharded else copy.deepcopy(module)  # with the averages, which are sharded else
+        self._parts = {name: one.detach().clone() for name, one in _tensors(module).items()} if is_sharded else {}
         self._num_updates = 0
         self.set_options(0.0, use_buffers=None)
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """The averages and copies by the names of what they are of, after ``module.``."""
+        """The averages and copies by the names of what they are of."""
         return self._parts if self.module is None else _tensors(self.module)
 
     def set_options(self, decay: float, *, use_buffers: bool | None) -> None:
-        """Set how the average moves on."""
         self._move = get_ema_multi_avg_fn(decay)
-        buffers = dict(self._source.named_buffers()) if use_buffers else {}
-        chosen = [*_statistics(self._source)] if use_buffers is None else [*buffers]
-        names = [f"module.{name}" for name in [*dict(self._source.named_parameters()), *chosen]]
-        is_number = {name: one.is_floating_point() or one.is_complex() for name, one in self.named.items()}
-        self._averaged = {name for name in names if is_number.get(name)}
+        buffers = [name for name, _ in self._source.named_buffers()] if use_buffers else []
+        chosen = [*_statistics(self._source)] if use_buffers is None else buffers
+        names = {*dict(self._source.named_parameters()), *chosen}
+        numbers = [name for name, one in self.named.items() if one.is_floating_point() or one.is_complex()]
+        self._averaged = names.intersection(numbers)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -381,18 +375,17 @@ class Average:
             self._move(averages, values, self._num_updates)
         self._num_updates += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the averages and copies of what a state of the module holds."""
         if self.module is not None:
-            state = {f"module.{name}": value for name, value in model_state(self.module).items()}
-        else:
-            first = {id(one): name for name, one in _tensors(self._source).items()}
-            state = {
-                f"module.{name}": self.named[first[id(one)]]
-                for name, one in self._source.state_dict(keep_vars=True).items()
-                if first.get(id(one)) in self.named
-            }
-        return {"n_averaged": torch.tensor(self._num_updates), **state}
+            return model_state(self.module)
+        first = {id(one): name for name, one in _tensors(self._source).items()}
+        saved = {name: first.get(id(one), "") for name, one in self._source.state_dict(keep_vars=True).items()}
+        return {name: self._parts[own] for name, own in saved.items() if own in self._parts}
+
+    def state_dict(self) -> dict[str, Any]:
+        averages = {f"module.{name}": value for name, value in self.state().items()}
+        return {"n_averaged": torch.tensor(self._num_updates), **averages}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -400,7 +393,7 @@ class Average:
         if self.module is not None:
             load_model_state(self.module, values)
         else:
-            own = {name.removeprefix("module."): value for name, value in [*self.state_dict().items()][1:]}
+            own = self.state()
             if own.keys() != values.keys():
                 raise RuntimeError(
                     f"names of the average differ from the model's: {sorted(own.keys() ^ values.keys())}"
@@ -412,7 +405,8 @@ class Average:
     @contextmanager
     def put_in(self) -> Iterator[None]:
         """Let a sharded module have the averages within a ``with`` block, and its own values after it."""
-        tensors = [own_part(_tensors(self._source)[name].detach()) for name in self.named]
+        named = _tensors(self._source)
+        tensors = [own_part(named[name].detach()) for name in self.named]
         own = [one.clone() for one in tensors]
         _copy([own_part(one) for one in self.named.values()], tensors)
         try:
@@ -428,7 +422,7 @@ def _copy(values: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {f"module.{name}": one for name, one in [*module.named_parameters(), *module.named_buffers()]}
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _statistics(module: torch.nn.Module) -> Iterator[str]:

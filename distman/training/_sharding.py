@@ -37,13 +37,6 @@ def forget_step(module: torch.nn.Module) -> None:
         reset_step(units(module)[0])
 
 
-def put_together_once(module: torch.nn.Module) -> None:
-    """Let a sharded module see which of its parameters are trained now. Collective."""
-    for unit in units(module):
-        unit.unshard()
-        unit.reshard()
-
-
 def compile_parts(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
     """Compile what is gathered by itself of a sharded module, without the calls that gather it."""
     outer, *inner = units(module)
@@ -104,7 +97,6 @@ def clip(parts: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> 
 
 
 def own_part(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a tensor; the tensor itself if it is not sharded."""
     part: torch.Tensor = tensor.to_local() if is_distributed_tensor(tensor) else tensor
     return part
 
