@@ -278,8 +278,7 @@ class NNHandler:
                 f"name must be that of an optimizer, {' or '.join(map(repr, self.optimizers))}, got {name!r}. Call "
                 "set_optimizer() for it first."
             )
-        scheduler = scheduler_class(optimizer, **kwargs)
-        self._setup.schedulings[name or UNNAMED] = Scheduling(optimizer, scheduler, per=per, monitor=monitor)
+        self._setup.schedulings[name or UNNAMED] = Scheduling(scheduler_class(optimizer, **kwargs), per, monitor)
 
     def set_loss_fn(
         self, loss_fn: LossFunction, *, forward: Forward | None = None, num_samples: NumSamples | None = None

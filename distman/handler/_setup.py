@@ -39,49 +39,38 @@ from distman.training import (
 
 @dataclasses.dataclass
 class Scheduling:
-    """A learning rate scheduler of torch, if there is one, and when it steps."""
+    """A learning rate scheduler of torch, and when it steps."""
 
-    optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler | None = None
-    per: Literal["epoch", "step"] = "epoch"
-    monitor: str = "val_loss"
+    scheduler: LRScheduler
+    per: Literal["epoch", "step"]
+    monitor: str
 
     def __post_init__(self) -> None:
         check_choice("per", self.per, ("epoch", "step"))
         if self.per == "step" and isinstance(self.scheduler, ReduceLROnPlateau):
             raise ValueError("per must be 'epoch' for ReduceLROnPlateau, got 'step'. It compares values of epochs.")
-        self.fresh = {} if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict())
-        self.described = {
-            "class": "" if self.scheduler is None else class_of(self.scheduler),
-            "per": self.per,
-            "options": plain(self.fresh),
-        }
-
-    @property
-    def monitored(self) -> str | None:
-        """Name of the value that ReduceLROnPlateau monitors; None for other schedulers."""
-        return self.monitor if isinstance(self.scheduler, ReduceLROnPlateau) else None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.scheduler is None else without_numpy(self.scheduler.state_dict())
+        self.fresh = copy.deepcopy(self.scheduler.state_dict())
+        self.described = {"class": class_of(self.scheduler), "per": self.per, "options": plain(self.fresh)}
 
 
 class Schedules:
-    """The schedules of a training's optimizers, by name."""
+    """The learning rates of a training's optimizers, by name, which are constant where no schedule has been set."""
 
-    def __init__(self, by_name: Mapping[str, Scheduling]) -> None:
-        self._by_name = dict(by_name)
-        self._is_single = [*by_name] == [UNNAMED]
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer], by_name: Mapping[str, Scheduling]) -> None:
+        self._optimizers, self._by_name = dict(optimizers), dict(by_name)
+        self._is_single = [*optimizers] == [UNNAMED]
 
     @property
     def learning_rates(self) -> dict[str, float]:
         """Learning rates by their names in the history: ``lr``, or ``lr_`` and the name of the optimizer."""
-        rates = {name: float(one.optimizer.param_groups[0]["lr"]) for name, one in self._by_name.items()}
-        return {"lr" if self._is_single else f"lr_{name}": rate for name, rate in rates.items()}
+        return {
+            "lr" if self._is_single else f"lr_{name}": float(one.param_groups[0]["lr"])
+            for name, one in self._optimizers.items()
+        }
 
     def after_step(self, num_taken: Mapping[str, int]) -> None:
         for name, one in self._by_name.items():
-            if one.scheduler is not None and one.per == "step":
+            if one.per == "step":
                 for _ in range(num_taken[name]):
                     one.scheduler.step()
 
@@ -93,39 +82,39 @@ class Schedules:
     def after_epoch(self, record: Mapping[str, float]) -> None:
         self.after_validation(record)
         for one in self._by_name.values():
-            if one.scheduler is not None and one.per == "epoch" and one.monitored is None:
+            if one.per == "epoch" and not isinstance(one.scheduler, ReduceLROnPlateau):
                 one.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: one.state_dict() for name, one in self._by_name.items()}
+        return {name: without_numpy(one.scheduler.state_dict()) for name, one in self._by_name.items()}
 
     @property
     def described(self) -> dict[str, Any]:
         """What makes them other schedules: their classes and options, by name."""
-        return {name: one.described for name, one in self._by_name.items()}
+        none = {"class": "", "per": "epoch", "options": {}}
+        return {name: self._by_name[name].described if name in self._by_name else none for name in self._optimizers}
 
     def load_state_dict(self, state: Mapping[str, Any], described: Mapping[str, Any], changes: Changes) -> None:
         """Restore such a state; where the program counts, with its options in the place of those that were saved."""
         for name in self.compare(described, changes):
-            one, saved = self._by_name[name], state.get(name)
-            if one.scheduler is None or not saved:
-                continue
+            one, saved = self._by_name[name], dict(state[name])
             if changes.are_of_program:
-                options = described[name]["options"], one.described["options"], one.fresh
-                saved = updated(dict(saved), *options)
-            one.scheduler.load_state_dict(dict(saved))
+                saved = updated(saved, described[name]["options"], one.described["options"], one.fresh)
+            one.scheduler.load_state_dict(saved)
 
     def compare(self, described: Mapping[str, Any], changes: Changes) -> list[str]:
         """Return the names of those that saved states can be loaded into, and note what differs."""
         fitting = []
-        for name in [one for one in described if one in self._by_name]:
-            saved, own = described[name], self._by_name[name].described
+        for name, own in self.described.items():
+            if name not in described:
+                continue
+            saved = described[name]
             label = "the scheduler" if self._is_single else f"the scheduler of {name}"
             changes.note(f"the class of {label}", saved["class"], own["class"], suffix=", which begins anew")
             if saved["class"] == own["class"]:
                 changes.note(f"{label}, per", saved["per"], own["per"])
                 changes.note(label, saved["options"], own["options"])
-                fitting.append(name)
+                fitting += [name] if name in self._by_name else []
         return fitting
 
 
@@ -180,17 +169,14 @@ class Setup:
         return make(data, num_samples)
 
     def make_schedules(self) -> Schedules:
-        """Return the schedules of the learning rates, which are constant where none has been set."""
-        given = {
-            name: self.schedulings.get(name) or Scheduling(one) for name, one in self.required_optimizers().items()
-        }
-        for scheduling in given.values():
-            if (scheduling.monitored or "").startswith("val_") and self.val_data is None:
+        for one in self.schedulings.values():
+            monitors = isinstance(one.scheduler, ReduceLROnPlateau) and one.monitor.startswith("val_")
+            if monitors and self.val_data is None:
                 raise DistmanError(
-                    f"ReduceLROnPlateau monitors {scheduling.monitored}, but there are no data to validate with. Call "
+                    f"ReduceLROnPlateau monitors {one.monitor}, but there are no data to validate with. Call "
                     "set_val_loader(), or set_scheduler(..., monitor='loss')."
                 )
-        return Schedules(given)
+        return Schedules(self.required_optimizers(), self.schedulings)
 
     def make_engine(self, model: TrainedModel, options: StepOptions) -> Engine:
         if self.step is None or self.val_data is not None:

@@ -294,7 +294,7 @@ class Training:
 
     def _take_step(self, steps: Sequence[Step]) -> bool:
         """Learn from some batches; return False if that was left out."""
-        engine, accumulators, rates, found = self.engine, self._accumulators, self._schedules.learning_rates, []
+        engine, accumulators, found = self.engine, self._accumulators, []
         with closing(engine.window(steps)) as batches:
             for batch, step in zip(batches, steps, strict=True):
                 outcome = self._learn(batch)
@@ -311,10 +311,10 @@ class Training:
         self._is_whole = True
         if not engine.is_taken:
             return False
-        self._schedules.after_step(engine.num_taken)
-        if self._step_records.are_kept:
-            record = {"step": float(engine.num_steps), "epoch": float(self.epoch), **rates}
+        if self._step_records.are_kept:  # before a schedule changes the rates that the step was taken with
+            record = {"step": float(engine.num_steps), "epoch": float(self.epoch), **self._schedules.learning_rates}
             self._step_records.add(TakenStep(record, steps, found, engine.norm))
+        self._schedules.after_step(engine.num_taken)
         self._callbacks.begin()
         self.pending = "step"
         self._end_step()

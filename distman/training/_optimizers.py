@@ -25,10 +25,7 @@ _ABOUT_SPEED = ("foreach", "fused", "capturable", "differentiable")
 _OF_THE_OPTIMIZER = ("base_lrs", "last_epoch")
 """Parts of a scheduler's state that say how far it is, or what the optimizer's options say."""
 
-_MISSING = "nothing"
-
-UNNAMED = "optimizer"
-"""Name of an optimizer that is the only one."""
+UNNAMED = "optimizer"  # the name of an optimizer that is the only one
 
 
 class Changes:
@@ -52,7 +49,7 @@ class Changes:
                 f"{what} must be as saved, {printable(_shown(saved))}, got {_shown(own)}. Make it the same again; or "
                 "pass on_change='program', and begin with a new one."
             )
-        self._found.append(f"{what}: {_shown(saved)} in the file, {_shown(own)} in the program")
+        self._found += _differences(what, saved, own)
         return False
 
     def note(self, what: str, saved: Any, own: Any, *, suffix: str = "") -> None:
@@ -151,23 +148,15 @@ def _is_option(name: str) -> bool:
 
 
 def _are_lists_of_parts(saved: Any, own: Any) -> bool:
-    return (
-        isinstance(saved, list)
-        and isinstance(own, list)
-        and len(saved) == len(own)
-        and all(isinstance(one, Mapping) for one in [*saved, *own])
-    )
+    are_lists = isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own)
+    return are_lists and all(isinstance(one, Mapping) for one in [*saved, *own])
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, str):
-        return value.removeprefix("torch.optim.") or _MISSING
-    if isinstance(value, Sequence) and not value:
-        return _MISSING
-    if isinstance(value, Sequence):
-        text = ", ".join(map(str, value))
-        return text if len(text) < 200 else f"{text[:200]} and more"  # names of parameters may be thousands
-    return str(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = ", ".join(map(str, value))
+    text = str(value).removeprefix("torch.optim.") or "nothing"
+    return text if len(text) < 200 else f"{text[:200]} and more"  # names of parameters may be thousands
 
 
 class Optimizers:
@@ -184,12 +173,22 @@ class Optimizers:
             name: [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for name, optimizer in by_name.items()
         }
+        names = {id(one): bare_name(name) for name, one in module.named_parameters()}
         own = {id(one): name for name, parameters in self.parameters.items() for one in parameters}
-        self._check_parameters(module, own)
+        self._check_parameters(own, names)
         self.not_optimized = [one for one in module.parameters() if id(one) not in own]
-        self._described = {name: _describe(module, one, (given or {}).get(name)) for name, one in by_name.items()}
+        self._described = {  # what makes an optimizer another one
+            name: {
+                "class": class_of(one),
+                "parameters": [
+                    [names.get(id(part), "foreign") for part in group["params"]] for group in one.param_groups
+                ],
+                "options": (given or {}).get(name) or options_of(one),
+            }
+            for name, one in by_name.items()
+        }
 
-    def _check_parameters(self, module: torch.nn.Module, own: Mapping[int, str]) -> None:
+    def _check_parameters(self, own: Mapping[int, str], names: Mapping[int, str]) -> None:
         for name, parameters in self.parameters.items():
             shared = [own[id(one)] for one in parameters if own[id(one)] != name]
             if shared:
@@ -198,7 +197,7 @@ class Optimizers:
                     f"{shared[0]!r}. Choose them with parameters=, as in set_optimizer(torch.optim.Adam, "
                     f"name={name!r}, parameters=lambda model: model.{name}.parameters())."
                 )
-        num_foreign = len(own.keys() - {id(one) for one in module.parameters()})
+        num_foreign = len(own.keys() - names.keys())
         if num_foreign and DistributedManager().world_size > 1:
             raise ValueError(
                 f"parameters of the optimizer must be the model's, got {num_foreign} others, whose gradients would "
@@ -231,13 +230,6 @@ class Optimizers:
             optimizer.load_state_dict(place_optimizer_state(optimizer, states[name]))
             if changes.are_of_program:
                 use_options(optimizer, described[name]["options"], self._described[name]["options"])
-
-
-def _describe(module: torch.nn.Module, optimizer: torch.optim.Optimizer, given: Any) -> dict[str, Any]:
-    """Return what makes an optimizer another one: its class, the names of its parameters, and its options."""
-    names = {id(one): bare_name(name) for name, one in module.named_parameters()}
-    parameters = [[names.get(id(one), "foreign") for one in group["params"]] for group in optimizer.param_groups]
-    return {"class": class_of(optimizer), "parameters": parameters, "options": given or options_of(optimizer)}
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -197,7 +197,7 @@ def test_a_changed_program_is_told_once_and_goes_on_as_in_the_file_or_as_it_says
     for name, value in CHANGES[told].get("given", {}).items():
         assert group[name] == value
     if group.keys() & {"initial_lr"}:
-        state = handler._setup.schedulings["optimizer"].state_dict()
+        state = handler._setup.schedulings["optimizer"].scheduler.state_dict()
         assert state.get("_schedulers", [None, state])[1]["T_max"] == 8
         assert state["last_epoch"] == 3
 
