@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -40,30 +39,17 @@ from distman.errors import DistmanError
 from distman.manager import DistributedManager
 
 NumSamples = Callable[[Any], int]
-_OF_KNOWN_LENGTH = (
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+_OF_KNOWN_LENGTH = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that draw as many indices as their length says; a subclass may not."""
 _NOTHING = object()
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """This rank's batch of a step.
-
-    Attributes:
-        batch: The batch, as the loader returned it.
-        num_own: Number of samples in it; 0 where the rank has none left and takes part with weight 0.
-        num_total: Number of samples of all ranks in this step.
-    """
+class Step(NamedTuple):
+    """This rank's batch of a step, as the loader returned it."""
 
     batch: Any
-    num_own: int
-    num_total: int
+    num_own: int  # samples in it; 0 where the rank has none left and takes part with weight 0
+    num_total: int  # samples of all ranks
 
 
 def check_ranks(loader: TrainingLoader, otherwise: str) -> None:
@@ -94,10 +80,14 @@ class LoaderSource:
         if self._epoch > epoch:
             return
         self.loader.load_state_dict(self.state_dict())
-        self._compare(epoch)
-        stride = self.loader.batches.stride
+        sampler = self.loader.batches.given
+        if sampler is not None and len({number for (number,) in _exchange(sampler.checksum(epoch))}) > 1:
+            raise DistmanError(
+                f"the samplers of all ranks must draw the same, which differs in epoch {epoch}. Let them draw from the "
+                "global generators, or from one that is their attribute, and not depend on the rank."
+            )
         for batch in self.loader:
-            self._position += stride
+            self._position += self.loader.batches.stride
             if self._count is None:
                 yield Step(batch, self.loader.num_own, self.loader.num_total)
             else:
@@ -105,21 +95,11 @@ class LoaderSource:
                 yield Step(batch, num_own, _sum_samples(num_own))
         self.begin(epoch + 1)
 
-    def _compare(self, epoch: int) -> None:
-        """Compare what the ranks' samplers have drawn, where a program has passed its own."""
-        sampler = self.loader.batches.given
-        if sampler is not None and len({number for (number,) in _exchange(sampler.checksum(epoch))}) > 1:
-            raise DistmanError(
-                f"the samplers of all ranks must draw the same, which differs in epoch {epoch}. Let them draw from the "
-                "global generators, or from one that is their attribute, and not depend on the rank."
-            )
-
     def num_steps(self) -> int:
         return len(self.loader)
 
     @property
     def batch_size(self) -> int | None:
-        """Number of samples in a batch of this rank; None where the program draws the batches."""
         return getattr(self.loader.batches, "batch_size", None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,8 +130,8 @@ class ForeignSource:
         self.batches = batches
         self._count = num_samples or count_samples
         self._epoch, self._num_taken = 0, 0
-        self._at_start: dict[str, Any] | None = None
-        self._own_at_start: dict[str, Any] | None = None
+        self._at_start: dict[str, Any] | None = None  # of the epoch: the global generators
+        self._own_at_start: dict[str, Any] | None = None  # and those that the loader holds
         self._last: Any = _NOTHING  # batch of this rank
         self._is_exhausted = False  # this rank's part of the epoch
         self._lengths: Counter[tuple[int, int]] = Counter()  # of the ranks' loaders; none unless all are known
@@ -240,8 +220,8 @@ class ForeignSource:
     def _resume(self, epoch: int) -> Iterator[Any]:
         """Return an iterator that has skipped the batches already taken, with the random numbers of that time."""
         batch_sampler: Any = getattr(self.batches, "batch_sampler", None)
-        own = [getattr(self.batches, name, None) for name in ("sampler", "dataset")]
-        parts: list[Any] = [self.batches, batch_sampler, getattr(batch_sampler, "sampler", None), *own]
+        inner = [getattr(self.batches, name, None) for name in ("sampler", "dataset")]
+        parts: list[Any] = [self.batches, batch_sampler, getattr(batch_sampler, "sampler", None), *inner]
         for part in {id(one): one for one in parts}.values():  # torch's own batch sampler has the loader's
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
@@ -269,11 +249,10 @@ class ForeignSource:
         return iter(self.batches)
 
     def num_steps(self) -> int | None:
-        if not isinstance(self.batches, Sized):
-            return None
+        batches: Any = self.batches
         try:
-            return len(self.batches)
-        except (TypeError, NotImplementedError):  # of a DataLoader over a stream
+            return len(batches)
+        except (TypeError, NotImplementedError):  # of a stream, or of a loader over one
             return None
 
     @property
@@ -347,8 +326,7 @@ def _checksum(batch: Any) -> int:
 
 @collective
 def _exchange(*numbers: int) -> list[list[int]]:
-    members = DistributedManager().resolve_group(None)
-    return all_gather_numbers(numbers, members)
+    return all_gather_numbers(numbers, DistributedManager().resolve_group(None))
 
 
 @collective
