@@ -28,7 +28,6 @@ from distman.handler._history import History
 from distman.handler._objective import Forward, LossFunction, ScoreBased, Supervised, default_forward, make_sde
 from distman.handler._reporting import LoggerMode, Reporter, plot_history
 from distman.handler._setup import (
-    Scheduling,
     Setup,
     StepFunction,
     check_factory,
@@ -42,7 +41,7 @@ from distman.handler._tracking import Tracker
 from distman.handler._training import Limits, Training
 from distman.manager import DistributedManager
 from distman.score import SDE, Weighting
-from distman.training import UNNAMED, Changes, NumSamples, StepOptions, TrainedModel, check_strategy
+from distman.training import UNNAMED, Changes, NumSamples, Scheduling, StepOptions, TrainedModel, check_strategy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -348,7 +347,7 @@ class NNHandler:
         for name, given in {"function": function, "num_samples": num_samples}.items():
             if given is not None and not callable(given):
                 raise TypeError(f"{name} must be a function, got {given!r}. Pass one that takes a stepper and a batch.")
-        self._setup.step, self._setup.step_num_samples = function, num_samples
+        self._setup.step, self._setup.step_num_samples = function, None if function is None else num_samples
 
     def set_sde(
         self,

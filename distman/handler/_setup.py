@@ -2,121 +2,34 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from distman._base.arguments import check_choice, check_options
+from distman._base.arguments import check_options
 from distman.data import RankCachedDataset, TrainingLoader, distributed_loader, rank_cached_loader
 from distman.errors import DistmanError
 from distman.handler._accumulators import Metric
 from distman.handler._objective import Forward, Objective, ScoreBased, default_forward
 from distman.training import (
     UNNAMED,
-    Changes,
     Engine,
-    ForeignSource,
-    LoaderSource,
     NumSamples,
+    Schedules,
+    Scheduling,
     Source,
     StepOptions,
     Stepper,
     TrainedModel,
-    class_of,
+    check_starts_over,
+    make_source,
     options_of,
-    plain,
-    updated,
-    without_numpy,
 )
-
-
-@dataclasses.dataclass
-class Scheduling:
-    """A learning rate scheduler of torch, and when it steps."""
-
-    scheduler: LRScheduler
-    per: Literal["epoch", "step"]
-    monitor: str
-
-    def __post_init__(self) -> None:
-        check_choice("per", self.per, ("epoch", "step"))
-        if self.per == "step" and isinstance(self.scheduler, ReduceLROnPlateau):
-            raise ValueError("per must be 'epoch' for ReduceLROnPlateau, got 'step'. It compares values of epochs.")
-        self.fresh = copy.deepcopy(self.scheduler.state_dict())
-        self.described = {"class": class_of(self.scheduler), "per": self.per, "options": plain(self.fresh)}
-
-
-class Schedules:
-    """The learning rates of a training's optimizers, by name, which are constant where no schedule has been set."""
-
-    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer], by_name: Mapping[str, Scheduling]) -> None:
-        self._optimizers, self._by_name = dict(optimizers), dict(by_name)
-        self._is_single = [*optimizers] == [UNNAMED]
-
-    @property
-    def learning_rates(self) -> dict[str, float]:
-        """Learning rates by their names in the history: ``lr``, or ``lr_`` and the name of the optimizer."""
-        return {
-            "lr" if self._is_single else f"lr_{name}": float(one.param_groups[0]["lr"])
-            for name, one in self._optimizers.items()
-        }
-
-    def after_step(self, num_taken: Mapping[str, int]) -> None:
-        for name, one in self._by_name.items():
-            if one.per == "step":
-                for _ in range(num_taken[name]):
-                    one.scheduler.step()
-
-    def after_validation(self, record: Mapping[str, float]) -> None:
-        for one in self._by_name.values():
-            if isinstance(one.scheduler, ReduceLROnPlateau) and one.monitor in record:
-                one.scheduler.step(record[one.monitor])
-
-    def after_epoch(self, record: Mapping[str, float]) -> None:
-        self.after_validation(record)
-        for one in self._by_name.values():
-            if one.per == "epoch" and not isinstance(one.scheduler, ReduceLROnPlateau):
-                one.scheduler.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: without_numpy(one.scheduler.state_dict()) for name, one in self._by_name.items()}
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """What makes them other schedules: their classes and options, by name."""
-        none = {"class": "", "per": "epoch", "options": {}}
-        return {name: self._by_name[name].described if name in self._by_name else none for name in self._optimizers}
-
-    def load_state_dict(self, state: Mapping[str, Any], described: Mapping[str, Any], changes: Changes) -> None:
-        """Restore such a state; where the program counts, with its options in the place of those that were saved."""
-        for name in self.compare(described, changes):
-            one, saved = self._by_name[name], dict(state[name])
-            if changes.are_of_program:
-                saved = updated(saved, described[name]["options"], one.described["options"], one.fresh)
-            one.scheduler.load_state_dict(saved)
-
-    def compare(self, described: Mapping[str, Any], changes: Changes) -> list[str]:
-        """Return the names of those that saved states can be loaded into, and note what differs."""
-        fitting = []
-        for name, own in self.described.items():
-            if name not in described:
-                continue
-            saved = described[name]
-            label = "the scheduler" if self._is_single else f"the scheduler of {name}"
-            changes.note(f"the class of {label}", saved["class"], own["class"], suffix=", which begins anew")
-            if saved["class"] == own["class"]:
-                changes.note(f"{label}, per", saved["per"], own["per"])
-                changes.note(label, saved["options"], own["options"])
-                fitting += [name] if name in self._by_name else []
-        return fitting
-
 
 T = TypeVar("T")
 StepFunction = Callable[[Stepper, Any], Mapping[str, Any] | torch.Tensor | float | None]
@@ -164,9 +77,7 @@ class Setup:
 
     def make_source(self) -> Source:
         data = required(self.train_data, "data to train with", "set_train_loader()")
-        num_samples = (None if self.step is None else self.step_num_samples) or self.num_samples
-        make = LoaderSource if isinstance(data, TrainingLoader) else ForeignSource
-        return make(data, num_samples)
+        return make_source(data, self.step_num_samples or self.num_samples)
 
     def make_schedules(self) -> Schedules:
         for one in self.schedulings.values():
@@ -217,17 +128,18 @@ def make_loader(method: str, data: Any, options: Mapping[str, Any], *, cached: b
         raise TypeError(
             f"data must be a dataset or an iterable of batches, got {data!r}. Make one of your files first."
         )
-    if isinstance(data, Iterator):
-        raise TypeError(
-            f"data must be re-iterable, once per epoch, got the iterator {data!r}. Pass a DataLoader, or an object "
-            "whose __iter__ starts over."
-        )
+    check_starts_over("data", data)
     if evaluation and isinstance(data, TrainingLoader):
         raise TypeError(
             "data to validate with must be read in order, got a TrainingLoader. Make it with evaluation=True."
         )
     if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
-        _check_no_options(data, options, cached=cached)
+        given = [name for name in options if name != "seed"]  # the handler passes its own seed
+        if cached or given:
+            raise TypeError(
+                f"loader options must be passed with a dataset, got {given or ['cached']} with a "
+                f"{type(data).__name__}. Set them where you make it."
+            )
         return data
     if isinstance(data, list | tuple) and {"batch_size", "batch_sampler"}.isdisjoint(options):
         raise TypeError(
@@ -236,30 +148,15 @@ def make_loader(method: str, data: Any, options: Mapping[str, Any], *, cached: b
         )
     is_cached = cached or isinstance(data, RankCachedDataset)
     make: Callable[..., Any] = rank_cached_loader if is_cached else distributed_loader
-    check_options(options, _options_of(make), method)
+    known = {"cached", *inspect.signature(make).parameters}
+    if "loader_kwargs" in known:
+        known |= {*inspect.signature(DataLoader).parameters}
+    check_options(options, known - _NO_OPTIONS, method)
     return make(data, evaluation=evaluation, **options)
 
 
 def make_evaluation_loader(method: str, data: Any, options: Mapping[str, Any]) -> Any:
     """Return a loader that reads each sample of a dataset once and in order, or an iterable as it is."""
     is_dataset = hasattr(data, "__getitem__") and not isinstance(data, DataLoader | list | tuple)
-    return make_loader(
-        method, data, {"batch_size": 64, **options} if is_dataset else options, cached=False, evaluation=True
-    )
-
-
-def _check_no_options(data: Any, options: Mapping[str, Any], *, cached: bool) -> None:
-    given = [name for name in options if name != "seed"]  # the handler passes its own seed
-    if cached or given:
-        raise TypeError(
-            f"loader options must be passed with a dataset, got {given or ['cached']} with a {type(data).__name__}. "
-            "Set them where you make it."
-        )
-
-
-def _options_of(make: Callable[..., Any]) -> set[str]:
-    """Return the names of the options that a user may pass for a loader."""
-    known = {"cached", *inspect.signature(make).parameters}
-    if "loader_kwargs" in known:
-        known |= {*inspect.signature(DataLoader).parameters}
-    return known - _NO_OPTIONS
+    given = {"batch_size": 64, **options} if is_dataset else options
+    return make_loader(method, data, given, cached=False, evaluation=True)

@@ -63,13 +63,7 @@ class Limits:
     def has_last(self, num_steps: int) -> bool:
         return self.max_steps is not None and num_steps >= self.max_steps
 
-    def is_full(self, num_batches: int) -> bool:
-        return self.limit_batches is not None and num_batches >= self.limit_batches
-
-    def validates_after_epoch(self, epoch: int) -> bool:
-        return self.validate_every_steps is None and (epoch + 1) % self.validate_every == 0
-
-    def validates_after_step(self, num_steps: int) -> bool:
+    def validates_after(self, num_steps: int) -> bool:
         return self.validate_every_steps is not None and num_steps % self.validate_every_steps == 0
 
 
@@ -85,15 +79,6 @@ class Training:
     it, its record, and its events. After an epoch follow its validation, the schedule, the record, the counters, and
     its events. So what a callback saves is whole, and what is left to do then is *pending*: a run that is resumed from
     it calls the callbacks that have not been called for the event, and does what follows.
-
-    Attributes:
-        epoch: Index of the current epoch; between epochs, of the next one.
-        num_batches: Number of batches of this rank in the current epoch.
-        num_passes: Number of passes through the data that are over; epochs may end before the data do.
-        validated_at: Number of steps at the latest validation within an epoch.
-        seconds: Time that the current epoch has taken on this rank.
-        reason: Why the ranks agreed to stop before the last epoch; empty if they did not.
-        pending: What has been done whose events have yet to be emitted.
     """
 
     def __init__(
@@ -114,10 +99,12 @@ class Training:
         self._accumulators: Accumulators = self._new_accumulators()
         self._history, self._auto_save = archive.history, archive.auto_save
         self._reporter, self._callbacks, self._limits = reporter, callbacks, limits
-        self.epoch = self.num_batches = self.num_passes = self.validated_at = 0
-        self.seconds, self._since = 0.0, time.perf_counter()
-        self.reason = self._stop_reason = ""
-        self.pending: Literal["", "step", "validation", "epoch"] = ""
+        self.epoch = self.num_batches = 0  # the current epoch, or the next one; and this rank's batches in it
+        self.num_passes = 0  # through the data, that are over; epochs may end before the data do
+        self.validated_at = 0  # number of steps at the latest validation within an epoch
+        self.seconds, self._since = 0.0, time.perf_counter()  # that the epoch has taken on this rank
+        self.reason = self._stop_reason = ""  # why the ranks agreed to stop before the last epoch; this rank's wish
+        self.pending: Literal["", "step", "validation", "epoch"] = ""  # what has been done, without its events
         self._is_pass_over = False
         self._reading: Generator[Step] | None = None  # the rest of this pass, which the next epoch may go on with
         self._step_records = StepRecords(are_kept=False)  # until it runs
@@ -245,14 +232,12 @@ class Training:
 
     def _resume_source(self, state: Mapping[str, Any] | None, *, is_same_job: bool) -> bool:
         """Resume an epoch, and return whether the source is where it was, so that the sums are of the same epoch."""
-        is_resumed = False
-        if state is not None and state["kind"] == type(self._source).__name__:
-            is_resumed = self._source.load_state_dict(state["position"], is_same_job=is_same_job)
-        else:
+        if state is None or state["kind"] != type(self._source).__name__:
             self._source.begin(self.num_passes)
-        if not is_resumed:
-            self.num_batches, self._record = 0, None
-        return is_resumed
+        elif self._source.load_state_dict(state["position"], is_same_job=is_same_job):
+            return True
+        self.num_batches, self._record = 0, None
+        return False
 
     def _run_epoch(self, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
@@ -267,7 +252,7 @@ class Training:
             is_taken = self._take_step(steps)
             bar.advance(len(steps), self._accumulators)
             must_stop = DistributedManager().should_stop()
-            if not must_stop and self._limits.validates_after_step(self.engine.num_steps):
+            if not must_stop and self._limits.validates_after(self.engine.num_steps):
                 with self._pause():
                     self._validate_within()
                 must_stop = DistributedManager().should_stop()  # before another step
@@ -336,8 +321,8 @@ class Training:
 
     def _batches(self) -> Iterator[Step]:
         """Yield the rest of the epoch: of a pass through the data, or as much of it as the limits allow."""
-        limits = self._limits
-        while not (self.reason or limits.has_last(self.engine.num_steps) or limits.is_full(self.num_batches)):
+        most = math.inf if self._limits.limit_batches is None else self._limits.limit_batches
+        while not self.reason and self.num_batches < most and not self._limits.has_last(self.engine.num_steps):
             if self._reading is None:
                 self._reading = self._source.steps(self.num_passes)
             asked = time.perf_counter()
@@ -357,7 +342,11 @@ class Training:
         return bool(self.reason) or self._limits.are_reached(self.epoch, self.engine.num_steps)
 
     def _finish_epoch(self) -> None:
-        record = self._record = self._record or self._results()
+        if self._record is None:
+            self._record = {"epoch": float(self.epoch), **self._accumulators.compute()}
+            is_due = self._limits.validate_every_steps is None and (self.epoch + 1) % self._limits.validate_every == 0
+            self._record |= self._validate() if is_due and self._handler.validates else {}
+        record = self._record
         if "val_loss" in record:
             self._callbacks.emit_rest("on_validation_end", record)
         record |= self._schedules.learning_rates
@@ -371,12 +360,6 @@ class Training:
         self.engine.num_skipped = 0
         self._record, self.pending = None, "epoch"
         self._end_epoch()
-
-    def _results(self) -> Record:
-        record = {"epoch": float(self.epoch), **self._accumulators.compute()}
-        if self._limits.validates_after_epoch(self.epoch) and self._handler.validates:
-            record |= self._validate()
-        return record
 
     def _end_epoch(self) -> None:
         record = [*self._history][-1]
@@ -397,7 +380,7 @@ class Training:
     def _validate_within(self) -> None:
         """Validate within the epoch, if that is due and has not been done."""
         num_steps = self.engine.num_steps
-        if num_steps != self.validated_at and self._limits.validates_after_step(num_steps):
+        if num_steps != self.validated_at and self._limits.validates_after(num_steps):
             self._emit_step_records()
             record = {"epoch": float(self.epoch), "step": float(num_steps), **self._validate()}
             record |= self._schedules.learning_rates

@@ -15,22 +15,20 @@ from distman.training._optimizers import (
     UNNAMED as UNNAMED,
     Changes as Changes,
     OnChange as OnChange,
-    class_of as class_of,
+    Schedules as Schedules,
+    Scheduling as Scheduling,
     options_of as options_of,
-    plain as plain,
-    updated as updated,
-    without_numpy as without_numpy,
 )
 from distman.training._sharding import place_parts as place_parts
 from distman.training._sources import (
-    ForeignSource as ForeignSource,
-    LoaderSource as LoaderSource,
     NumSamples as NumSamples,
     Source as Source,
     Step as Step,
+    check_starts_over as check_starts_over,
     count_samples as count_samples,
     counted as counted,
     drawn_numbers as drawn_numbers,
+    make_source as make_source,
 )
 from distman.training._stepper import Stepper, as_text as as_text, training_logger as training_logger
 

@@ -1,13 +1,16 @@
-"""The optimizers of a model, and what a program has changed since it saved: whether it counts, or the file."""
+"""The optimizers of a model and their schedules, and what a program has changed since it saved."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distman._base.arguments import check_choice
 from distman._base.log import logger
@@ -19,8 +22,7 @@ from distman.training._sharding import place_optimizer_state
 
 OnChange = Literal["file", "program", "error"]
 
-_ABOUT_SPEED = ("foreach", "fused", "capturable", "differentiable")
-"""Options of optimizers that do not change what they compute."""
+_ABOUT_SPEED = ("foreach", "fused", "capturable", "differentiable")  # options that do not change what is computed
 
 _OF_THE_OPTIMIZER = ("base_lrs", "last_epoch")
 """Parts of a scheduler's state that say how far it is, or what the optimizer's options say."""
@@ -76,12 +78,12 @@ class Changes:
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [
-        {name: plain(value) for name, value in group.items() if name not in ("params", *_ABOUT_SPEED)}
+        {name: _plain(value) for name, value in group.items() if name not in ("params", *_ABOUT_SPEED)}
         for group in optimizer.param_groups
     ]
 
 
-def use_options(optimizer: torch.optim.Optimizer, saved: Sequence[Any], own: Sequence[Any]) -> None:
+def _use_options(optimizer: torch.optim.Optimizer, saved: Sequence[Any], own: Sequence[Any]) -> None:
     """Give an optimizer whose state was loaded the options of the program, where these differ from the file's.
 
     A learning rate that a schedule has changed since keeps its ratio to the one that was set.
@@ -99,36 +101,36 @@ def use_options(optimizer: torch.optim.Optimizer, saved: Sequence[Any], own: Seq
                 group[name] = tuple(value) if isinstance(value, list) else value
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Return a value as a checkpoint holds it, and as it compares: numbers, strings, and lists and dicts of such."""
     if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
+        return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [_plain(one) for one in value]
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return value.item()
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
-def without_numpy(state: Any) -> Any:
+def _without_numpy(state: Any) -> Any:
     """Return a state with Python's numbers in the place of NumPy's, which schedules bring, and files do not hold."""
     return map_state(state, lambda value, _: value.item() if isinstance(value, np.generic) else value)
 
 
-def class_of(value: object) -> str:
+def _class_of(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def updated(value: Any, saved: Any, own: Any, current: Any) -> Any:
+def _updated(value: Any, saved: Any, own: Any, current: Any) -> Any:
     """Return a value in which what differs between two descriptions, of the file and the program, is the program's."""
     if saved == own:
         return value
     if all(isinstance(one, Mapping) for one in (value, saved, own, current)):
         names = [name for name in value if name in saved and name in own]
-        new = {name: updated(value[name], saved[name], own[name], current[name]) for name in names}
+        new = {name: _updated(value[name], saved[name], own[name], current[name]) for name in names}
         return {**value, **new}
     if _are_lists_of_parts(saved, own) and len(value) == len(saved):
-        return [updated(*parts) for parts in zip(value, saved, own, current, strict=True)]
+        return [_updated(*parts) for parts in zip(value, saved, own, current, strict=True)]
     return current
 
 
@@ -179,7 +181,7 @@ class Optimizers:
         self.not_optimized = [one for one in module.parameters() if id(one) not in own]
         self._described = {  # what makes an optimizer another one
             name: {
-                "class": class_of(one),
+                "class": _class_of(one),
                 "parameters": [
                     [names.get(id(part), "foreign") for part in group["params"]] for group in one.param_groups
                 ],
@@ -205,7 +207,7 @@ class Optimizers:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        states = {name: without_numpy(optimizer.state_dict()) for name, optimizer in self.by_name.items()}
+        states = {name: _without_numpy(optimizer.state_dict()) for name, optimizer in self.by_name.items()}
         return {"optimizers": states, "described": self._described}
 
     def compare(self, state: Mapping[str, Any], changes: Changes) -> list[str]:
@@ -229,10 +231,90 @@ class Optimizers:
             optimizer = self.by_name[name]
             optimizer.load_state_dict(place_optimizer_state(optimizer, states[name]))
             if changes.are_of_program:
-                use_options(optimizer, described[name]["options"], self._described[name]["options"])
+                _use_options(optimizer, described[name]["options"], self._described[name]["options"])
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer computes the loss several times per step, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+@dataclasses.dataclass
+class Scheduling:
+    """A learning rate scheduler of torch, and when it steps."""
+
+    scheduler: LRScheduler
+    per: Literal["epoch", "step"]
+    monitor: str
+
+    def __post_init__(self) -> None:
+        check_choice("per", self.per, ("epoch", "step"))
+        if self.per == "step" and isinstance(self.scheduler, ReduceLROnPlateau):
+            raise ValueError("per must be 'epoch' for ReduceLROnPlateau, got 'step'. It compares values of epochs.")
+        self.fresh = copy.deepcopy(self.scheduler.state_dict())
+        self.described = {"class": _class_of(self.scheduler), "per": self.per, "options": _plain(self.fresh)}
+
+
+class Schedules:
+    """The learning rates of a training's optimizers, by name, which are constant where no schedule has been set."""
+
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer], by_name: Mapping[str, Scheduling]) -> None:
+        self._optimizers, self._by_name = dict(optimizers), dict(by_name)
+        self._is_single = [*optimizers] == [UNNAMED]
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Learning rates by their names in the history: ``lr``, or ``lr_`` and the name of the optimizer."""
+        return {
+            "lr" if self._is_single else f"lr_{name}": float(one.param_groups[0]["lr"])
+            for name, one in self._optimizers.items()
+        }
+
+    def after_step(self, num_taken: Mapping[str, int]) -> None:
+        for name, one in self._by_name.items():
+            if one.per == "step":
+                for _ in range(num_taken[name]):
+                    one.scheduler.step()
+
+    def after_validation(self, record: Mapping[str, float]) -> None:
+        for one in self._by_name.values():
+            if isinstance(one.scheduler, ReduceLROnPlateau) and one.monitor in record:
+                one.scheduler.step(record[one.monitor])
+
+    def after_epoch(self, record: Mapping[str, float]) -> None:
+        self.after_validation(record)
+        for one in self._by_name.values():
+            if one.per == "epoch" and not isinstance(one.scheduler, ReduceLROnPlateau):
+                one.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: _without_numpy(one.scheduler.state_dict()) for name, one in self._by_name.items()}
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What makes them other schedules: their classes and options, by name."""
+        none = {"class": "", "per": "epoch", "options": {}}
+        return {name: self._by_name[name].described if name in self._by_name else none for name in self._optimizers}
+
+    def load_state_dict(self, state: Mapping[str, Any], described: Mapping[str, Any], changes: Changes) -> None:
+        """Restore such a state; where the program counts, with its options in the place of those that were saved."""
+        for name in self.compare(described, changes):
+            one, saved = self._by_name[name], dict(state[name])
+            if changes.are_of_program:
+                saved = _updated(saved, described[name]["options"], one.described["options"], one.fresh)
+            one.scheduler.load_state_dict(saved)
+
+    def compare(self, described: Mapping[str, Any], changes: Changes) -> list[str]:
+        """Return the names of those that saved states can be loaded into, and note what differs."""
+        fitting = []
+        for name, own in self.described.items():
+            if name not in described:
+                continue
+            saved = described[name]
+            label = "the scheduler" if self._is_single else f"the scheduler of {name}"
+            changes.note(f"the class of {label}", saved["class"], own["class"], suffix=", which begins anew")
+            if saved["class"] == own["class"]:
+                changes.note(f"{label}, per", saved["per"], own["per"])
+                changes.note(label, saved["options"], own["options"])
+                fitting += [name] if name in self._by_name else []
+        return fitting

@@ -61,6 +61,14 @@ def check_ranks(loader: TrainingLoader, otherwise: str) -> None:
         )
 
 
+def check_starts_over(name: str, batches: object) -> None:
+    if isinstance(batches, Iterator):
+        raise TypeError(
+            f"{name} must be re-iterable, once per epoch, got the iterator {batches!r}. Pass a DataLoader, or an "
+            "object whose __iter__ starts over."
+        )
+
+
 class LoaderSource:
     """Steps of a loader that distributes the samples by a plan known to all ranks."""
 
@@ -122,11 +130,7 @@ class ForeignSource:
     """
 
     def __init__(self, batches: Iterable[Any], num_samples: NumSamples | None = None) -> None:
-        if isinstance(batches, Iterator):
-            raise TypeError(
-                f"batches must be re-iterable, once per epoch, got the iterator {batches!r}. Pass a DataLoader, or an "
-                "object whose __iter__ starts over."
-            )
+        check_starts_over("batches", batches)
         self.batches = batches
         self._count = num_samples or count_samples
         self._epoch, self._num_taken = 0, 0
@@ -308,8 +312,11 @@ class ForeignSource:
         return 0
 
 
-Source = LoaderSource | ForeignSource
-"""Steps of one epoch after another, the same number on all ranks."""
+Source = LoaderSource | ForeignSource  # steps of one epoch after another, the same number on all ranks
+
+
+def make_source(data: Any, num_samples: NumSamples | None) -> Source:
+    return (LoaderSource if isinstance(data, TrainingLoader) else ForeignSource)(data, num_samples)
 
 
 def _has_state(value: object) -> bool:
