@@ -17,20 +17,7 @@ from distman._base.arguments import check_number, require
 from distman._base.text import printable
 from distman._coordination.wait_scope import WaitScope, has_failed
 from distman._torch_internals import is_distributed_tensor
-from distman.checkpoint import (
-    CheckpointFolder,
-    check_state,
-    is_sharded,
-    load_model_state,
-    locate,
-    map_state,
-    model_state,
-    read_latest,
-    read_plain,
-    without_compiled,
-    without_unused_memory,
-    write_safetensors,
-)
+from distman.checkpoint import CheckpointFolder, locate, map_state, model_state
 from distman.decorators import _on_all_ranks as on_all_ranks, on_rank
 from distman.errors import CheckpointError
 from distman.handler._events import Callbacks
@@ -128,18 +115,17 @@ class Archive:
             training.go_on_from(self.training)
         self.training, self._loaded, self._is_passed = training, None, False
 
-    def end_phase(self) -> None:
-        """Note how far the training is at the end of a call of train()."""
-        if self.training is not None:
-            self._phases.append(
-                {
-                    "epochs": self.training.epoch,
-                    "steps": self.num_steps,
-                    "reason": self.training.reason,
-                    "records": len(self.history),
-                    "validations": len(self.history.validations),
-                }
-            )
+    def end_phase(self, training: Training) -> None:
+        """Note how far a training is at the end of a call of train()."""
+        self._phases.append(
+            {
+                "epochs": training.epoch,
+                "steps": self.num_steps,
+                "reason": training.reason,
+                "records": len(self.history),
+                "validations": len(self.history.validations),
+            }
+        )
 
     def state_dict(self) -> dict[str, Any]:
         training = self._loaded
@@ -191,7 +177,7 @@ class Archive:
         location = locate(path)
         state = whole(self._model.evaluated_state())
         if location.place.endswith(".safetensors"):
-            on_rank(0)(write_safetensors)(state, location)
+            on_rank(0)(checkpoint.write_safetensors)(state, location)
         else:
             checkpoint.save(state, path)
 
@@ -200,7 +186,7 @@ class Archive:
         auto_save = self.auto_save
         if auto_save is None or not auto_save.is_awaited:
             return False
-        saved = auto_save.found = auto_save.found or _load_latest(auto_save.folder, self._model.module)
+        saved = auto_save.found = auto_save.found or self._load_latest(auto_save.folder)
         phases = saved["training"]["phases"] if saved is not None and saved["training"] is not None else []
         if len(self._phases) < len(phases):
             end = phases[len(self._phases)]
@@ -212,6 +198,11 @@ class Archive:
             self.load_state_dict(saved, Changes(auto_save.on_change))
             self._reporter.log("resuming from step %d, saved in %s", self.num_steps, auto_save.folder.path)
         return False
+
+    def _load_latest(self, folder: CheckpointFolder) -> Any:
+        if folder.sharded:
+            return checkpoint.read_latest(folder, lambda location: _read_sharded(location.path, self._model.module))
+        return folder.load_latest(device="cpu")
 
     def _show_phase(self, saved: Mapping[str, Any], end: Mapping[str, Any]) -> None:
         """Let the program see the latest weights, and the history that it had after a call of train()."""
@@ -233,7 +224,6 @@ class Archive:
 
 
 def _own_path(path: str | os.PathLike[str]) -> str:
-    """Return a path beside another one that belongs to this rank alone."""
     name = os.fspath(path)  # or a URL, which is not a Path
     suffix = PurePath(name).suffix
     return f"{name.removesuffix(suffix)}.rank{DistributedManager().rank}{suffix}"
@@ -259,13 +249,6 @@ def save_in(folder: CheckpointFolder, handler: NNHandler, **options: Any) -> Non
     folder.save(state, handler.num_steps, **options)
 
 
-def _load_latest(folder: CheckpointFolder, module: torch.nn.Module) -> Any:
-    """Return the latest training in a folder of checkpoints; None if there is none. Collective."""
-    if folder.sharded:
-        return read_latest(folder, lambda location: _read_sharded(location.path, module))
-    return folder.load_latest(device="cpu")
-
-
 def _parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return this rank's parts of sharded tensors, and the rest, for :func:`save_sharded`. Collective."""
     parts: dict[str, torch.Tensor] = {}
@@ -277,18 +260,18 @@ def _parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
         return [_MARK, name]
 
     rest = map_state(state, take)
-    on_all_ranks(check_state, rest)
+    on_all_ranks(checkpoint.check_state, rest)
     contents: dict[str, Any] = {_PARTS: parts}
     if DistributedManager().is_main:
         file = io.BytesIO()
-        torch.save(without_unused_memory(rest), file)
+        torch.save(checkpoint.without_unused_memory(rest), file)
         contents[_REST] = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
     return contents
 
 
 def _read_sharded(path: str | os.PathLike[str], module: torch.nn.Module, names: Sequence[str] = _CONTENTS) -> Any:
     """Return what such a folder holds by these names, sharded as a module is; None if it is not one. Collective."""
-    if not on_rank(0, broadcast=True)(is_sharded)(path):
+    if not on_rank(0, broadcast=True)(checkpoint.is_sharded)(path):
         return None
     location = locate(path)
     found = checkpoint.saved_tensors(location)
@@ -298,7 +281,7 @@ def _read_sharded(path: str | os.PathLike[str], module: torch.nn.Module, names: 
         )
     file = torch.empty(found[_REST][0], dtype=torch.uint8)
     checkpoint.load_sharded({_REST: file}, path)
-    rest = on_all_ranks(read_plain, io.BytesIO(file.numpy().tobytes()), location)
+    rest = on_all_ranks(checkpoint.read_plain, io.BytesIO(file.numpy().tobytes()), location)
     parts: dict[str, torch.Tensor] = {}
 
     def make_room(value: Any, _: str) -> Any:
@@ -324,9 +307,10 @@ def _empty_part(shape: torch.Size, dtype: torch.dtype, module: torch.nn.Module) 
 def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool) -> dict[str, list[str]]:
     """Load weights into a model, see :meth:`NNHandler.load`. Collective."""
     found = _find_weights(_read(path, module), path)
-    weights = {without_compiled(name): value for name, value in found.items()}
+    weights = {checkpoint.without_compiled(name): value for name, value in found.items()}
     own = model_state(module)
-    prefix = _prefix_of(weights, own)
+    prefixes = Counter(name.removesuffix(one) for name in weights for one in _ends(name) if one in own)
+    prefix = max(prefixes, key=lambda one: prefixes[one], default="")  # before most of the model's names
     named = {name.removeprefix(prefix): value for name, value in weights.items()}
     common = [name for name in own if name in named]
     taken = [name for name in common if _shape(named[name]) == _shape(own[name])]
@@ -341,7 +325,7 @@ def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, stric
             f"the file must hold the weights of the model, got {as_text(result)} in {os.fspath(path)}. "
             + ("Pass strict=False to take those that fit." if taken else "Load it into the model that it is of.")
         )
-    load_model_state(module, place_parts(module, {name: named[name] for name in taken}), strict=False)
+    checkpoint.load_model_state(module, place_parts(module, {name: named[name] for name in taken}), strict=False)
     return result
 
 
@@ -370,12 +354,6 @@ def _find_weights(state: Any, path: str | os.PathLike[str]) -> Mapping[str, Any]
     return named
 
 
-def _prefix_of(weights: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Return what stands before the model's names in the file; of several possible ones, that of most names."""
-    found = Counter(name.removesuffix(one) for name in weights for one in _ends(name) if one in own)
-    return max(found, key=lambda prefix: found[prefix], default="")
-
-
 def _ends(name: str) -> Iterator[str]:
     """Yield a name, and what is left of it without its first parts."""
     while name:
@@ -388,9 +366,9 @@ def _shape(value: Any) -> object:
 
 
 def as_text(result: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(f"{what}: {_some(names)}" for what, names in result.items() if names)
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = len(names) - _MOST_SHOWN
-    return f"{', '.join(map(printable, names[:_MOST_SHOWN]))}{f' and {rest} more' if rest > 0 else ''}"
+    parts = []
+    for what, names in result.items():
+        rest = len(names) - _MOST_SHOWN
+        shown = ", ".join(map(printable, names[:_MOST_SHOWN])) + (f" and {rest} more" if rest > 0 else "")
+        parts += [f"{what}: {shown}"] if names else []
+    return "; ".join(parts)

@@ -186,11 +186,7 @@ class ReplicaCheck(Callback):
 
     Example:
         >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
-        >>> handler.set_optimizer(torch.optim.SGD, lr=0.1)
-        >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
-        >>> handler.set_train_loader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=4)
         >>> handler.add_callback(ReplicaCheck(every=2))
-        >>> history = handler.train(1)
     """
 
     def __init__(self, every: int = 50, *, buffers: bool = True) -> None:

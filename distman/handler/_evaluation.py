@@ -15,16 +15,13 @@ from distman.collectives import gather_objects
 from distman.data import EvaluationLoader
 from distman.decorators import on_rank
 from distman.handler._accumulators import Accumulators, Metric
-from distman.handler._objective import Objective, evaluating
+from distman.handler._objective import Forward, Objective, evaluating
 from distman.manager import DistributedManager
 from distman.training import NumSamples, check_loss, count_samples, counted, drawn_numbers, to_device
 
 Pad = Callable[[list[torch.Tensor]], Any]
-_PARTS = torch.Tensor, np.ndarray, Mapping, list, tuple, type(None)
-"""What the outputs of a model are made of, other than values of single samples."""
-
-_Part = tuple[int | None, Any]
-"""The number of samples in a batch, None if unknown, and a part of its outputs."""
+_PARTS = torch.Tensor, np.ndarray, Mapping, list, tuple, type(None)  # of outputs, other than values of single samples
+_Part = tuple[int | None, Any]  # the number of samples in a batch, if it is known, and a part of its outputs
 
 
 @collective
@@ -54,7 +51,7 @@ def evaluate(
 @torch.no_grad()
 def predict(
     model: torch.nn.Module,
-    forward: Callable[[torch.nn.Module, Any], Any],
+    forward: Forward,
     batches: Iterable[Any],
     *,
     samples: Callable[[Any], Any] | None = None,
@@ -67,15 +64,15 @@ def predict(
     with evaluating(model, dtype):
         for index, batch in enumerate(batches):
             number = _num_in(batch) if plan is None else plan(index)
-            outputs = on_host(forward(model, to_device(batch, DistributedManager().device)))
+            outputs = tree_map(_on_host, forward(model, to_device(batch, DistributedManager().device))[0])
             if samples is not None:
-                outputs = checked(None if plan is None else number, [*samples(outputs)])
+                outputs = _checked(None if plan is None else number, [*samples(outputs)])
             own.append((number, outputs))
     everyone = gather_objects(own)
     parts = [part for rank in everyone or [] for part in rank]
     if samples is not None:
         return on_rank(0, broadcast=all_ranks)(lambda: [one for _, own in parts for one in own] or None)()
-    return on_rank(0, broadcast=all_ranks)(join)(parts, pad)
+    return on_rank(0, broadcast=all_ranks)(_join)(parts, pad)
 
 
 def _plan_of(batches: Iterable[Any]) -> Callable[[int], int] | None:
@@ -100,33 +97,28 @@ class _Samples(list[torch.Tensor]):
     """The samples of a nested tensor."""
 
 
-def join(batches: Sequence[_Part], pad: Pad | None = None) -> Any:
+def _join(batches: Sequence[_Part], pad: Pad | None) -> Any:
     """Join the outputs of batches, of one structure; return None if there are none."""
     if not batches:
         return None
     flat = [tree_flatten(outputs, is_leaf=_is_sequence) for _, outputs in batches]
     _check_same([structure for _, structure in flat])
-    columns = zip(
-        *([(num, leaf) for leaf in leaves] for (num, _), (leaves, _) in zip(batches, flat, strict=True)), strict=True
-    )
-    return tree_unflatten([_join_leaves([*column], pad) for column in columns], flat[0][1])
+    rows = [[(num, leaf) for leaf in leaves] for (num, _), (leaves, _) in zip(batches, flat, strict=True)]
+    return tree_unflatten([_join_leaves(column, pad) for column in zip(*rows, strict=True)], flat[0][1])
 
 
-def on_host(tree: Any) -> Any:
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return _Samples(one.cpu() for one in leaf.unbind()) if leaf.is_nested else leaf.cpu()
-
-    return tree_map(move, tree)
+def _on_host(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return _Samples(one.cpu() for one in leaf.unbind()) if leaf.is_nested else leaf.cpu()
 
 
-def checked(num: int | None, entries: Any) -> Any:
+def _checked(num: int | None, entries: Any) -> Any:
     """Return entries that are one for each sample."""
     is_sequence = hasattr(entries, "__len__") and not isinstance(entries, str | Mapping)
     if num is None or (is_sequence and getattr(entries, "shape", None) != () and len(entries) == num):
         return entries
-    found = f"a {_kind(entries)}" + (f" of shape {tuple(entries.shape)}" if hasattr(entries, "shape") else "")
+    found = f"a {type(entries).__name__}" + (f" of shape {tuple(entries.shape)}" if hasattr(entries, "shape") else "")
     found += f" of {len(entries)}" if _is_sequence(entries) else ""
     raise ValueError(
         f"outputs must have one entry for each sample, got {found} for a batch of {num}. Return tensors with the "
@@ -136,23 +128,20 @@ def checked(num: int | None, entries: Any) -> Any:
 
 
 def _join_leaves(column: Sequence[_Part], pad: Pad | None) -> Any:
-    _check_same([_kind(leaf) if _is_sequence(leaf) else "no list" for _, leaf in column])
+    _check_same([type(leaf).__name__ if _is_sequence(leaf) else "no list" for _, leaf in column])
     if _is_sequence(column[0][1]):
         return _join_sequences(column, pad)
     if all(leaf is None for _, leaf in column):
         return None
     if not all(isinstance(leaf, torch.Tensor | np.ndarray) for _, leaf in column):
-        return _rows([checked(num, leaf) if _has_samples(num, leaf) else [leaf] for num, leaf in column])
-    leaves = [leaf if leaf.ndim or num not in (1, None) else leaf.reshape(1) for num, leaf in column]
-    return _join_tensors([checked(num, one) for (num, _), one in zip(column, leaves, strict=True)], pad)
-
-
-def _join_tensors(tensors: Sequence[Any], pad: Pad | None) -> Any:
-    if any(isinstance(one, np.ndarray) for one in tensors):
-        return np.concatenate(tensors) if len({one.shape[1:] for one in tensors}) == 1 else _rows(tensors)
+        are_one = (num in (1, None) and not isinstance(leaf, _Samples) for num, leaf in column)
+        pairs = zip(are_one, column, strict=True)
+        return _rows([[leaf] if is_one else _checked(num, leaf) for is_one, (num, leaf) in pairs])
+    tensors = [_checked(num, leaf if leaf.ndim or num not in (1, None) else leaf.reshape(1)) for num, leaf in column]
+    are_arrays = any(isinstance(one, np.ndarray) for one in tensors)
     if len({one.shape[1:] for one in tensors}) == 1:
-        return torch.cat([*tensors])
-    return _rows(tensors) if pad is None else pad(_rows(tensors))
+        return np.concatenate(tensors) if are_arrays else torch.cat(tensors)
+    return _rows(tensors) if pad is None or are_arrays else pad(_rows(tensors))
 
 
 def _rows(batches: Sequence[Any]) -> list[Any]:
@@ -166,12 +155,12 @@ def _join_sequences(column: Sequence[_Part], pad: Pad | None) -> Any:
     entries = [entry for one in sequences for entry in one]
     is_outputs = bool(entries) and all(isinstance(one, _PARTS) for one in entries)
     if not is_outputs or (are_samples and any(isinstance(one, Mapping) for one in entries)):
-        return _rows([checked(num, one) for num, one in column])
+        return _rows([_checked(num, one) for num, one in column])
     if are_samples and len({len(one) for one in sequences}) > 1:
         return entries
     try:
-        _check_same([f"a {_kind(one)} of {len(one)}" for one in sequences])
-        parts = [join([(num, one[index]) for num, one in column], pad) for index in range(len(sequences[0]))]
+        _check_same([f"a {type(one).__name__} of {len(one)}" for one in sequences])
+        parts = [_join([(num, one[index]) for num, one in column], pad) for index in range(len(sequences[0]))]
     except ValueError:
         if are_samples and column[0][0] is not None:
             return entries
@@ -196,11 +185,3 @@ def _check_same(structures: Sequence[object]) -> None:
 
 def _is_sequence(node: object) -> bool:
     return type(node) in (list, tuple)
-
-
-def _has_samples(num: int | None, leaf: object) -> bool:
-    return isinstance(leaf, _Samples) or num not in (1, None)
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__

@@ -200,7 +200,6 @@ EVENTS: dict[str, Callable[..., None]] = {name: one for name, one in vars(Callba
 
 
 def _check_methods(callback: Callback) -> None:
-    """Refuse a callback with a method that would never be called, or whose call would fail."""
     where = type(callback).__name__
     for name in [one for one in dir(callback) if one.startswith("on_") and one not in EVENTS]:
         close = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0)[0]

@@ -25,13 +25,12 @@ from distman.handler._callbacks import ModelCheckpoint
 from distman.handler._evaluation import evaluate, predict
 from distman.handler._events import Callback, Callbacks
 from distman.handler._history import History
-from distman.handler._objective import Forward, LossFunction, ScoreBased, Supervised, default_forward, make_sde
+from distman.handler._objective import Forward, LossFunction, ScoreBased, default_forward, make_sde, supervised
 from distman.handler._reporting import LoggerMode, Reporter, plot_history
 from distman.handler._setup import (
     Setup,
     StepFunction,
     check_factory,
-    check_name,
     check_numbers,
     make_evaluation_loader,
     make_loader,
@@ -225,13 +224,10 @@ class NNHandler:
             >>> list(handler.optimizers)
             ['slope', 'offset']
         """
-        check_name(name)
-        check_factory(
-            "optimizer_class",
-            optimizer_class,
-            "the optimizer",
-            "Pass the class and its arguments, such as set_optimizer(torch.optim.SGD, lr=0.1).",
-        )
+        if name is not None and (not isinstance(name, str) or not name):
+            raise TypeError(f"name must be a string, got {name!r}. Pass one such as 'generator', or leave it out.")
+        remedy = "Pass the class and its arguments, such as set_optimizer(torch.optim.SGD, lr=0.1)."
+        check_factory("optimizer_class", optimizer_class, "the optimizer", remedy)
         check_numbers(kwargs)
         chosen = self.module.parameters() if parameters is None else parameters(self.module)
         self._setup.add_optimizer(name, optimizer_class(chosen, **kwargs))
@@ -313,7 +309,7 @@ class NNHandler:
         if isinstance(loss_fn, type):
             raise TypeError(f"loss_fn must be a function, got the class {loss_fn.__name__}. Pass {loss_fn.__name__}().")
         self._setup.forward, self._setup.num_samples = forward or default_forward, num_samples
-        self._setup.objective = Supervised(self._setup.forward, loss_fn)
+        self._setup.objective = functools.partial(supervised, self._setup.forward, loss_fn)
 
     def set_step(self, function: StepFunction | None, *, num_samples: NumSamples | None = None) -> None:
         """Let a function compute the losses of a batch and step the optimizers, as for a GAN, or LBFGS.
@@ -590,7 +586,7 @@ class NNHandler:
             self._callbacks.emit("on_exception", error)
             raise
         finally:
-            self._archive.end_phase()
+            self._archive.end_phase(training)
         return self.history
 
     def stop(self, reason: str = "stop()") -> None:
@@ -698,11 +694,7 @@ class NNHandler:
             [4.0, 4.0, 4.0]
         """
         dataset = TensorDataset(data) if isinstance(data, torch.Tensor) else data
-        loader = make_evaluation_loader("predict", dataset, loader_kwargs)
-
-        def forward(model: torch.nn.Module, batch: Any) -> Any:
-            return self._setup.forward(model, batch)[0]
-
+        loader, forward = make_evaluation_loader("predict", dataset, loader_kwargs), self._setup.forward
         with self._model.evaluating() as model:
             return predict(model, forward, loader, samples=samples, pad=pad, all_ranks=all_ranks, dtype=self._dtype)
 

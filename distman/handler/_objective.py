@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ Forward = Callable[[torch.nn.Module, Any], tuple[Any, Any]]
 LossFunction = Callable[..., torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The mean loss of a batch, shape ``()``; without outputs, metrics do not apply to it."""
 
     loss: torch.Tensor
@@ -30,35 +28,28 @@ class Outcome:
 Objective = Callable[[torch.nn.Module, Any], Outcome]
 
 
-@dataclasses.dataclass(frozen=True)
-class Supervised:
-    """The loss of outputs against targets."""
-
-    forward: Forward
-    loss_fn: LossFunction
-
-    def __call__(self, model: torch.nn.Module, batch: Any) -> Outcome:
-        outputs, targets = self.forward(model, batch)
-        with _explained(self.forward is default_forward and targets is None, "has no targets"):
-            return Outcome(self.loss_fn(outputs, targets), outputs, targets)
+def supervised(forward: Forward, loss_fn: LossFunction, model: torch.nn.Module, batch: Any) -> Outcome:
+    """Return the loss of outputs against targets."""
+    outputs, targets = forward(model, batch)
+    with _explained("has no targets" if forward is default_forward and targets is None else ""):
+        return Outcome(loss_fn(outputs, targets), outputs, targets)
 
 
 def default_forward(model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
     """Return the outputs for a batch's first element, and its last one, the targets; None if it has one element."""
     if isinstance(batch, list | tuple):
         return model(batch[0]), batch[-1] if len(batch) > 1 else None
-    names = f"is a mapping with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-    with _explained(bool(names), names):
+    with _explained(f"is a mapping with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""):
         return model(batch), None
 
 
 @contextmanager
-def _explained(is_odd: bool, how: str) -> Iterator[None]:  # noqa: FBT001 - a condition
-    """Say how a batch is where the model, or the loss, fails with one that a forward function ought to take apart."""
+def _explained(how: str) -> Iterator[None]:
+    """Say how an odd batch is where the model or the loss fails with it: a function ought to take it apart."""
     try:
         yield
     except (AttributeError, TypeError) as error:
-        if not is_odd:
+        if not how:
             raise
         raise TypeError(
             f"a batch must be one of inputs and targets unless a function takes it apart, got one that {how}: {error}. "
@@ -99,22 +90,18 @@ class ScoreBased:
     """The objective of a score-based model, and what the trained model is used for."""
 
     def __init__(self, sde: SDE, *, conditional: bool, null_condition: float, **loss_options: Any) -> None:
-        self.sde = sde
-        self._is_conditional = conditional
-        self._null_condition = null_condition
-        self._loss_options = loss_options
+        self.sde, self._is_conditional, self._null_condition = sde, conditional, null_condition
+        self._loss_options = {"null_condition": null_condition, **loss_options}
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> Outcome:
         """Return the denoising loss of a batch of samples; without conditions, what else is in the batch is ignored."""
         samples = batch[0] if isinstance(batch, list | tuple) else batch
         condition = batch[1] if self._is_conditional else None
-        options = self._loss_options | {"null_condition": self._null_condition}
-        return Outcome(score.denoising_loss(model, self.sde, samples, condition, **options))
+        return Outcome(score.denoising_loss(model, self.sde, samples, condition, **self._loss_options))
 
-    def score(
+    def _score(
         self, model: torch.nn.Module, t: torch.Tensor, x: torch.Tensor, *condition: torch.Tensor, guidance: float = 1.0
     ) -> torch.Tensor:
-        """Return the score at times ``(batch,)`` and points ``(batch, *)``."""
         with evaluating(model):
             null = self._null_condition
             return score.score(model, self.sde, t, x, *condition, guidance=guidance, null_condition=null)
@@ -122,10 +109,8 @@ class ScoreBased:
     def sample(
         self, model: torch.nn.Module, shape: Sequence[int], *, guidance: float = 1.0, **kwargs: Any
     ) -> torch.Tensor:
-        """Draw samples of this shape, ``(n, *)``. Collective."""
-        score_fn = functools.partial(self.score, model, guidance=guidance)
+        score_fn = functools.partial(self._score, model, guidance=guidance)
         return score.sample(score_fn, self.sde, shape, **kwargs)
 
     def log_likelihood(self, model: torch.nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Return the log-density of samples ``(n, *)`` in nats. Collective."""
-        return score.log_likelihood(functools.partial(self.score, model), self.sde, x, **kwargs)
+        return score.log_likelihood(functools.partial(self._score, model), self.sde, x, **kwargs)

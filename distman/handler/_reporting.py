@@ -63,15 +63,13 @@ class ProgressBar:
     """A bar with the number of batches, their rate and this rank's mean loss, on rank 0."""
 
     def __init__(self, epoch: int, num_epochs: int | None, total: int | None, *, is_shown: bool | None) -> None:
-        is_watched = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")  # or in a notebook
-        is_wanted = is_watched if is_shown is None else is_shown
+        if is_shown is None:
+            is_watched = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")  # or in a notebook
+            is_shown = is_watched and find_spec("tqdm") is not None
         self._bar: Any = None
-        if not is_wanted or not DistributedManager().is_main:
-            return
-        if is_shown is None and find_spec("tqdm") is None:
-            return
-        tqdm = require("tqdm.auto", "progress=True")
-        self._bar = tqdm.tqdm(total=total, desc=f"epoch {_of(epoch, num_epochs)}", unit="batch", leave=False)
+        if is_shown and DistributedManager().is_main:
+            tqdm = require("tqdm.auto", "progress=True").tqdm
+            self._bar = tqdm(total=total, desc=f"epoch {_of(epoch, num_epochs)}", unit="batch", leave=False)
 
     def advance(self, num_batches: int, accumulators: Accumulators) -> None:
         if self._bar is not None and self._bar.update(num_batches):
@@ -85,7 +83,6 @@ class ProgressBar:
 
 
 def _of(epoch: float, num_epochs: int | None) -> str:
-    """Return which epoch this is, counted from one."""
     return f"{int(epoch) + 1}" if num_epochs is None else f"{int(epoch) + 1}/{num_epochs}"
 
 

@@ -96,7 +96,6 @@ class Setup:
 
 
 def check_factory(name: str, factory: object, product: str, remedy: str) -> None:
-    """Refuse what is a product already, and what cannot make one."""
     if not callable(factory) or isinstance(factory, torch.nn.Module):
         got = repr(factory) if isinstance(factory, (str, int)) else f"a {type(factory).__name__}"
         raise TypeError(f"{name} must be a class or function that makes {product}, got {got}. {remedy}")
@@ -107,11 +106,6 @@ def check_numbers(options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if isinstance(value, str) and re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", value, re.IGNORECASE):
             raise TypeError(f"{name} must be a number, got the string {value!r}. Pass float({value!r}).")
-
-
-def check_name(name: object) -> None:
-    if name is not None and (not isinstance(name, str) or not name):
-        raise TypeError(f"name must be a string, got {name!r}. Pass one such as 'generator', or leave it out.")
 
 
 def required(value: T | None, what: str, remedy: str) -> T:

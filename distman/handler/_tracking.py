@@ -154,9 +154,10 @@ class Tracker(Callback, abc.ABC):
         if _is_name(run):
             self._run = run
         elif run is not None and DistributedManager().is_main:  # a training that had not begun has none
-            shown = printable(repr(run))
             logger.warning(
-                "%s does not go on with the run of the checkpoint, %s: that is not a name", type(self).__name__, shown
+                "%s does not go on with the run of the checkpoint, %s: that is not a name",
+                type(self).__name__,
+                printable(repr(run)),
             )
 
     def _put(self, kind: Kind, records: Sequence[Record]) -> None:
@@ -263,16 +264,20 @@ class JsonLinesTracker(Tracker):
     def __init__(self, path: str | os.PathLike[str], run: str | None = None) -> None:
         super().__init__(run)
         self._path = Path(path)
-        self._of_run: dict[str, str] = {}
+        self._of_run = ""
 
     def open(self, run: str, step: int) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.is_file():
             os.truncate(self._path, _length_until(self._path, run, step))
-        self._of_run = {"run": run}
+        self._of_run = run
 
     def write(self, kind: Kind, records: Sequence[Record]) -> None:
-        lines = [self._of_run | {"kind": kind} | _as_json(record) for record in records]
+        lines = []
+        for record in records:
+            numbers = {name: value if math.isfinite(value) else None for name, value in record.items()}
+            whole = {name: int(record[name]) for name in ("step", "epoch")}
+            lines.append({"run": self._of_run, "kind": kind} | numbers | whole)
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
@@ -429,21 +434,13 @@ class WandbTracker(Tracker):
         self._of_wandb.finish(exit_code=_EXIT_CODES[status])
 
 
-def _as_json(record: Record) -> dict[str, float | int | None]:
-    values: dict[str, float | int | None] = {
-        name: value if math.isfinite(value) else None for name, value in record.items()
-    }
-    return values | {name: int(record[name]) for name in ("step", "epoch")}
-
-
 def _length_until(path: Path, run: str, step: int) -> int:
     """Return the number of bytes up to the last line that stays: no torn one, and none of the run's later steps."""
-    length = reached = 0
+    length = 0
     with path.open("rb") as file:
-        for line in file:
-            reached += len(line)
+        for line in iter(file.readline, b""):
             if line.endswith(b"\n") and not _is_later(line, run, step):
-                length = reached
+                length = file.tell()
     return length
 
 
