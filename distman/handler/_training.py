@@ -242,7 +242,7 @@ class Training:
     def _run_epoch(self, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
         self._callbacks.emit("on_epoch_begin", self.epoch)
-        self.engine.follow_freezing()
+        self.engine.wrap()
         if self.pending == "step":
             self._end_step()
         self._validate_within()  # where a stop came between a step and its validation

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -28,8 +28,7 @@ from distman.training._sources import Step
 
 Closure = Callable[[], torch.Tensor]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_STEPS_BETWEEN_CHECKS = 32
-"""Steps on an accelerator from one look at its gradients to the next: each look waits for all its work."""
+_STEPS_BETWEEN_CHECKS = 32  # steps on an accelerator from one look at its gradients to the next, which waits for it
 _NUM_PLACES = 8  # how many steps are distinguished: few, since each has a layout of the gradients, of which 64 are kept
 
 
@@ -67,10 +66,10 @@ class Engine:
     """Takes steps that are the same on all ranks, whatever happens on one of them.
 
     A step minimizes the mean loss over the samples of all its batches on all ranks. Within :meth:`window`, losses are
-    given to :meth:`backward`, and :meth:`step` lets an optimizer step with their gradient. Their average over the ranks
-    is the work of :meth:`_average`: a model that is wrapped, for :meth:`learn`, has averaged its gradients in the
-    backward pass, by DistributedDataParallel or FSDP, and all optimizers step after the last batch. The parts of a bare
-    one may be called in any order, any number of times, and its gradients are summed as an optimizer steps.
+    given to :meth:`backward`, and :meth:`step` lets an optimizer step with their gradient. A model that is wrapped, for
+    :meth:`learn`, averages its gradients over the ranks in the backward pass, by DistributedDataParallel or FSDP, and
+    all optimizers step after the last batch. The parts of a bare one may be called in any order, any number of times,
+    and its gradients are summed as an optimizer steps.
     """
 
     def __init__(
@@ -87,7 +86,8 @@ class Engine:
         self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
         self._optimizers = Optimizers(model.module, optimizers, given)
         self.optimizers, self._parameters = self._optimizers.by_name, self._optimizers.parameters
-        self._prepare_model()
+        self._check_model()
+        self.wrap()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
         model.keep_average(options.ema_decay, use_buffers=options.use_buffers)
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
@@ -111,27 +111,24 @@ class Engine:
         usual = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_CHECKS
         self._finite = FiniteCheck(self._scaler, options.non_finite, 1 if may_skip else options.check_every or usual)
 
-    def _prepare_model(self) -> None:
-        """Let the model's gradients be averaged, and refuse what cannot step so."""
+    def wrap(self) -> None:
+        """Average the gradients of what is trained now: a callback may have frozen a part. Collective."""
         if self._wraps:
-            for optimizer in filter(needs_closure, self.optimizers.values()):
-                raise TypeError(
-                    f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the "
-                    "loss several times per step. Pass it the closure in a step of your own: set_step()."
-                )
             self.model.wrap()
-            return
-        if any(map(is_distributed_tensor, self.model.module.parameters())):
+        else:
+            self.model.unwrap()
+
+    def _check_model(self) -> None:
+        for optimizer in filter(needs_closure, self.optimizers.values() if self._wraps else ()):
+            raise TypeError(
+                f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the "
+                "loss several times per step. Pass it the closure in a step of your own: set_step()."
+            )
+        if not self._wraps and any(map(is_distributed_tensor, self.model.module.parameters())):
             raise TypeError(
                 "a step of your own must train a model of which each rank has all weights, got one with parameters "
                 "that are divided among them. Train it with a loss function: set_loss_fn()."
             )
-        self.model.unwrap()
-
-    def follow_freezing(self) -> None:
-        """Average the gradients of what is trained now: a callback may have frozen a part. Collective."""
-        if self._wraps:
-            self.model.wrap()
 
     def window(self, steps: Sequence[Step]) -> Generator[Any]:
         """Yield this rank's batches of a step, on its device; for each gradients may be computed. Collective."""
@@ -148,8 +145,9 @@ class Engine:
                 self.num_own, self._is_over = step.num_own, False
                 self.emit("on_train_batch_start", step.batch)
                 with self._batch:
-                    if not step.num_own:
-                        self._batch.enter_context(self._without_a_trace())
+                    if not step.num_own:  # it takes part for the others, and leaves no trace
+                        self._batch.enter_context(generators_preserved())
+                        self._batch.callback(self._restore_buffers, self._copy_buffers())
                     step_times.current().enter(step_times.FORWARD)
                     yield to_device(step.batch, self._device)
             self.end_step()
@@ -220,19 +218,19 @@ class Engine:
         self.emit("on_before_backward", loss)
         waits = WaitScope("backward of the model", computes=True) if self._wraps else nullcontext()
         hooks = [] if share else _add_zeros_to(self.model.module.parameters())
+        value, factor = loss.detach(), share * self._world_size if self._wraps else share
+        # Where a loss that counts is not finite the pass begins with NaN, so that all ranks see it.
+        root = (value - value) + factor if share else torch.zeros_like(value)
         step_times.current().enter(step_times.BACKWARD)
         try:
             with self._full_precision(), waits:
-                self._scaler.scale(loss).backward(
-                    gradient=_root_of(loss, share * self._world_size if self._wraps else share),
-                    retain_graph=retain_graph,
-                    inputs=self._inputs_of(chosen),
-                )
+                inputs = self._inputs_of(chosen)
+                self._scaler.scale(loss).backward(gradient=root, retain_graph=retain_graph, inputs=inputs)
         finally:
             for hook in hooks:
                 hook.remove()
         for name in chosen:
-            self._losses.setdefault(name, []).append(loss.detach() if share else torch.zeros_like(loss))
+            self._losses.setdefault(name, []).append(value if share else root)
         step_times.current().enter(step_times.COMPUTING)
         self.emit("on_after_backward")
 
@@ -281,7 +279,6 @@ class Engine:
         self.num_steps, self.num_skipped = latest.num_steps, latest.num_skipped
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context of mixed precision, if there is to be any."""
         return torch.autocast(self._device.type, self._options.dtype) if self._options.amp else nullcontext()
 
     def _full_precision(self) -> AbstractContextManager[Any]:
@@ -290,8 +287,7 @@ class Engine:
         return torch.autocast(self._device.type, enabled=False) if is_mixed else nullcontext()
 
     def _load_scale(self, state: Mapping[str, Any]) -> None:
-        if state and self._scaler.is_enabled():
-            self._scaler.load_state_dict(dict(state))
+        self._scaler.load_state_dict({**self._scaler.state_dict(), **state})  # empty of one that is off
 
     @property
     def is_taken(self) -> bool:
@@ -357,7 +353,6 @@ class Engine:
                 )
 
     def _step(self, names: Sequence[str]) -> bool:
-        """Let optimizers step at once with the gradients of all batches; return whether they have."""
         self._is_stepping = True
         try:
             with self._full_precision():
@@ -375,8 +370,13 @@ class Engine:
 
     def _take(self, names: Sequence[str]) -> bool:
         """Let optimizers step, unless the gradient, which is the same on all ranks then, says no."""
-        for name in names:
-            self._average(name)
+        for name in () if self._wraps else names:
+            self._sum_gradients(name, torch.zeros((), device=self._device))
+            if all(parameter.grad is None for parameter in self._parameters[name]):
+                raise ValueError(
+                    f"the loss must depend on the parameters of {name!r}, got one that does not. Pass the name of "
+                    "another optimizer to backward() and step()."
+                )
         # Those whose parameters are frozen, say, have no gradient, without which the scaler refuses them.
         scaled = [name for name in names if any(one.grad is not None for one in self._parameters[name])]
         self._scaled.update(scaled)
@@ -385,7 +385,7 @@ class Engine:
         self.emit("on_before_optimizer_step")
         found = [norm for norm in map(self._clip, names) if norm is not None]
         self._norms += found
-        self._finite.add(self._num_begun, self._label(names), _norm_of(found), self._losses[names[0]])
+        self._look_later(names, _norm_of(found))
         if not self._finite.may_be_taken():
             return False
         for name in names:
@@ -433,20 +433,9 @@ class Engine:
             gradients = [parameter.grad for parameter in self._parameters[name] if parameter.grad is not None]
             norm = torch.stack([total.abs(), *[one.abs().sum() for one in gradients]]).sum()
             if not math.isfinite(norm.item()):
-                self._finite.add(self._num_begun, self._label([name]), norm, self._losses[name])
+                self._look_later([name], norm)
                 raise _NotFiniteError
         return total
-
-    def _average(self, name: str) -> None:
-        """Let the gradient of an optimizer be that of all ranks: a wrapped model's is, since the backward pass."""
-        if self._wraps:
-            return
-        self._sum_gradients(name, torch.zeros((), device=self._device))
-        if all(parameter.grad is None for parameter in self._parameters[name]):
-            raise ValueError(
-                f"the loss must depend on the parameters of {name!r}, got one that does not. Pass the name of another "
-                "optimizer to backward() and step()."
-            )
 
     @torch.no_grad()
     def _sum_gradients(self, name: str, loss: torch.Tensor) -> torch.Tensor:
@@ -505,13 +494,9 @@ class Engine:
             self._scaler.update()
             self._scaled.clear()
 
-    @property
-    def _num_begun(self) -> int:
-        return self.num_steps + self.num_skipped
-
-    def _label(self, names: Sequence[str]) -> str:
-        """Return the names of optimizers for a message; empty where there is only one without a name."""
-        return "" if [*self.optimizers] == [UNNAMED] else ", ".join(names)
+    def _look_later(self, names: Sequence[str], norm: torch.Tensor | None) -> None:
+        label = "" if [*self.optimizers] == [UNNAMED] else ", ".join(names)
+        self._finite.add(self.num_steps + self.num_skipped, label, norm, self._losses[names[0]])
 
     def _copy_buffers(self) -> list[torch.Tensor]:
         return [buffer.clone() for buffer in self.model.module.buffers()]
@@ -521,14 +506,6 @@ class Engine:
         for buffer, saved in zip(self.model.module.buffers(), buffers, strict=True):
             buffer.copy_(saved)
 
-    @contextmanager
-    def _without_a_trace(self) -> Iterator[None]:
-        """Leave buffers and generators as they were: a rank takes part, for the others, with a batch that counts 0."""
-        buffers = self._copy_buffers()
-        with generators_preserved():
-            yield
-        self._restore_buffers(buffers)
-
 
 def _norm_of(norms: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the norm of gradients of which each has one of these; None if there are none."""
@@ -537,12 +514,6 @@ def _norm_of(norms: Sequence[torch.Tensor]) -> torch.Tensor | None:
     stacked = torch.stack([*norms]).double()  # whose squares do not overflow
     norm: torch.Tensor = torch.linalg.vector_norm(stacked)
     return norm
-
-
-def _root_of(loss: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return where a backward pass begins: with NaN if a loss that counts is not finite, so that all ranks see it."""
-    loss = loss.detach()
-    return (loss - loss) + factor if factor else torch.zeros_like(loss)
 
 
 def _add_zeros_to(tensors: Iterable[torch.Tensor]) -> list[RemovableHandle]:

@@ -20,26 +20,15 @@ from distman.checkpoint import load_model_state, model_state, without_compiled
 from distman.collectives import broadcast_data
 from distman.errors import DistmanError
 from distman.manager import DistributedManager
+from distman.training import _sharding as sharding
 from distman.training._optimizers import Changes
-from distman.training._sharding import (
-    compile_parts,
-    forget_step,
-    gathered,
-    is_sharded,
-    own_part,
-    place_parts,
-    placed_as,
-    units,
-    without_reduction,
-)
+from distman.training._sharding import own_part, units
 
 _WITH_MEANS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 """Modules whose buffers training writes on each rank, and evaluation reads: of those rank 0's are enough.
 
 Training reads them too where a program has frozen such a module, by eval().
 """
-
-_UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -69,7 +58,7 @@ class TrainedModel:
         self.module = module if is_on_meta else module.to(DistributedManager().device)
         if strategy == "fsdp":
             DistributedManager().wrap_fsdp(self.module, **self._options)
-        self.is_sharded = strategy == "fsdp" and is_sharded(self.module)
+        self.is_sharded = strategy == "fsdp" and sharding.is_sharded(self.module)
         self._ddp_options = {} if strategy == "fsdp" else self._options
         self.average: Average | None = None
         self._is_training = self._is_evaluated = self._is_used = False
@@ -79,7 +68,7 @@ class TrainedModel:
         else:
             self._share([*module.parameters(), *module.buffers()])
         if compile_options is not None and self.is_sharded:
-            compile_parts(self.module, compile_options)
+            sharding.compile_parts(self.module, compile_options)
         elif compile_options is not None:
             self.module.compile(**compile_options)
         self.wrapped = self.module  # as DistributedDataParallel, on several ranks and where it is not sharded
@@ -112,7 +101,7 @@ class TrainedModel:
     def forget_step(self) -> None:
         """Let a sharded module have its own parameters again after a step that raised."""
         if self.is_sharded:
-            forget_step(self.module)
+            sharding.forget_step(self.module)
 
     def _trainable(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -140,7 +129,7 @@ class TrainedModel:
         try:
             yield
         except RuntimeError as error:
-            if _UNFINISHED not in str(error) or not isinstance(self.wrapped, DistributedDataParallel):
+            if "Expected to have finished reduction in the prior iteration" not in str(error):
                 raise
             found = re.search(rf"for rank {DistributedManager().rank}: ([\d ]+)", str(error))
             names = [name for name, one in self.module.named_parameters() if one.requires_grad]
@@ -172,7 +161,7 @@ class TrainedModel:
         if isinstance(self.wrapped, DistributedDataParallel):
             context: AbstractContextManager[None] = self.wrapped.no_sync()
             return context
-        return without_reduction(self.module) if self.is_sharded else nullcontext()
+        return sharding.without_reduction(self.module) if self.is_sharded else nullcontext()
 
     def keep_average(self, decay: float | None, *, use_buffers: bool | None = None) -> None:
         """Keep a moving average of the weights from now on, or continue the present one; see :class:`Average`."""
@@ -205,7 +194,7 @@ class TrainedModel:
     def _evaluated_parts(self) -> Iterator[None]:
         """Let each rank have all weights of a sharded model, or their average, so that its calls wait for no rank."""
         average = self.average.put_in() if self.average is not None else nullcontext()
-        with average, gathered(self.module, reshards=self._options.get("reshard_after_forward")):
+        with average, sharding.gathered(self.module, reshards=self._options.get("reshard_after_forward")):
             self._is_training = True
             try:
                 yield
@@ -234,9 +223,10 @@ class TrainedModel:
         """Return the buffers that checkpoints hold, and whether training may read them."""
         found: dict[str, tuple[torch.Tensor, bool]] = {}
         average = self.average.module if self.average is not None else None
-        for part, model in {"module": self.module, "average.module": average}.items():
-            saved = model.state_dict(prefix=f"{part}.").keys() if model is not None else ()
-            for path, module in model.named_modules(prefix=part) if model is not None else ():
+        models = {"module": self.module} | ({} if average is None else {"average.module": average})
+        for part, model in models.items():
+            saved = model.state_dict(prefix=f"{part}.").keys()
+            for path, module in model.named_modules(prefix=part):
                 is_read = not (isinstance(module, _WITH_MEANS) and module.training)
                 buffers = module.named_buffers(prefix=path, recurse=False)
                 found |= {name: (buffer, is_read) for name, buffer in buffers if name in saved}
@@ -269,7 +259,8 @@ class TrainedModel:
         if not changes.are_of_program:
             for name, parameter in self.module.named_parameters():
                 parameter.requires_grad_(without_compiled(name) not in state["frozen"])
-        load_model_state(self.module, place_parts(self.module, state["module"]) if self.is_sharded else state["module"])
+        saved = state["module"]
+        load_model_state(self.module, sharding.place_parts(self.module, saved) if self.is_sharded else saved)
         if state["average"] is None:
             self.average = None
             return
@@ -399,7 +390,7 @@ class Average:
                     f"names of the average differ from the model's: {sorted(own.keys() ^ values.keys())}"
                 )
             for name, value in own.items():
-                value.copy_(placed_as(value, values[name]))
+                value.copy_(sharding.placed_as(value, values[name]))
         self._num_updates = int(state["n_averaged"])
 
     @contextmanager

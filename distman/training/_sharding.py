@@ -46,7 +46,6 @@ def compile_parts(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def without_reduction(module: torch.nn.Module) -> Iterator[None]:
-    """Keep the gradients of a sharded module on each rank within a ``with`` block."""
     root = units(module)[0]
     root.set_requires_gradient_sync(requires_gradient_sync=False)
     try:
@@ -114,13 +113,11 @@ def placed_as(own: Any, value: Any) -> Any:
 
 
 def place_parts(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state of a module, whole or sharded, as the module is sharded."""
     own = module.state_dict()
     return {name: placed_as(own[name], value) if name in own else value for name, value in state.items()}
 
 
 def place_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state of an optimizer, whole or sharded, as its parameters are sharded."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]
     found = dict(zip(indices, parameters, strict=False))  # the optimizer refuses another number itself

@@ -10,17 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    default_collate,
-)
+from torch.utils import data
 
 from distman._base.log import logger
 from distman._coordination import step_times
@@ -39,7 +29,13 @@ from distman.errors import DistmanError
 from distman.manager import DistributedManager
 
 NumSamples = Callable[[Any], int]
-_OF_KNOWN_LENGTH = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_OF_KNOWN_LENGTH = (
+    data.DistributedSampler,
+    data.RandomSampler,
+    data.SequentialSampler,
+    data.SubsetRandomSampler,
+    data.WeightedRandomSampler,
+)
 """Samplers that draw as many indices as their length says; a subclass may not."""
 _NOTHING = object()
 
@@ -153,7 +149,7 @@ class ForeignSource:
         batches: Any = self.batches
         dataset = getattr(batches, "dataset", None)
         is_read_here = getattr(batches, "num_workers", 1) == 0
-        holders = [batches, dataset] if is_read_here and isinstance(dataset, IterableDataset) else [batches]
+        holders = [batches, dataset] if is_read_here and isinstance(dataset, data.IterableDataset) else [batches]
         if any(cls.__module__.startswith("torchdata.stateful_dataloader") for cls in type(batches).__mro__):
             holders = [batches] if self._num_taken and (is_read_here or _has_state(dataset)) else []
         return next((one for one in holders if _has_state(one)), None)
@@ -161,10 +157,10 @@ class ForeignSource:
     def _first_total(self, num_own: int) -> int:
         """Return the number of samples of all ranks in an epoch's first step, for which each has a batch then."""
         checksum = 0 if self._is_compared else _checksum(self._example())
-        counts_drawn = self._count is count_samples and getattr(self.batches, "collate_fn", None) is default_collate
-        self._own_lengths = _drawn_lengths(self.batches) if counts_drawn else (0, 0)
-        if num_own != _num_in_batch(self._num_taken, *self._own_lengths):
-            self._own_lengths = (0, 0)
+        is_counted = self._count is count_samples
+        is_as_drawn = is_counted and getattr(self.batches, "collate_fn", None) is data.default_collate
+        lengths = _drawn_lengths(self.batches) if is_as_drawn else (0, 0)
+        self._own_lengths = lengths if num_own == _num_in_batch(self._num_taken, *lengths) else (0, 0)
         gathered = _exchange(num_own, self._last is _NOTHING, checksum, *self._own_lengths)
         if checksum and all(row[:3] == gathered[0][:3] for row in gathered) and DistributedManager().is_main:
             logger.warning(
@@ -184,7 +180,7 @@ class ForeignSource:
     def _example(self) -> Any:
         """Return what is the same on all ranks that read the same: a shuffled loader's first batch is not."""
         loader: Any = self.batches
-        if self._last is _NOTHING or not isinstance(getattr(loader, "sampler", None), RandomSampler):
+        if self._last is _NOTHING or not isinstance(getattr(loader, "sampler", None), data.RandomSampler):
             return self._last
         with generators_preserved():
             return loader.dataset[0]
@@ -315,8 +311,8 @@ class ForeignSource:
 Source = LoaderSource | ForeignSource  # steps of one epoch after another, the same number on all ranks
 
 
-def make_source(data: Any, num_samples: NumSamples | None) -> Source:
-    return (LoaderSource if isinstance(data, TrainingLoader) else ForeignSource)(data, num_samples)
+def make_source(batches: Any, num_samples: NumSamples | None) -> Source:
+    return (LoaderSource if isinstance(batches, TrainingLoader) else ForeignSource)(batches, num_samples)
 
 
 def _has_state(value: object) -> bool:
@@ -346,8 +342,8 @@ def _sum_samples(number: int) -> int:
 
 def _drawn_lengths(batches: Any) -> tuple[int, int]:
     """Return how many samples are drawn in a pass through a loader, and for a batch; zeros where that is unknown."""
-    drawn: Any = batches.batch_sampler if type(batches) is DataLoader else None
-    sampler: Any = drawn.sampler if type(drawn) is BatchSampler else None
+    drawn: Any = batches.batch_sampler if type(batches) is data.DataLoader else None
+    sampler: Any = drawn.sampler if type(drawn) is data.BatchSampler else None
     if type(sampler) not in _OF_KNOWN_LENGTH:
         return 0, 0
     num_all = len(sampler)
