@@ -171,7 +171,6 @@ class Archive:
             checkpoint.save(whole(state), path)
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the weights alone. Collective."""
         if self._loaded is None and self.training is not None:
             self.training.engine.check()
         location = locate(path)
@@ -355,7 +354,6 @@ def _find_weights(state: Any, path: str | os.PathLike[str]) -> Mapping[str, Any]
 
 
 def _ends(name: str) -> Iterator[str]:
-    """Yield a name, and what is left of it without its first parts."""
     while name:
         yield name
         name = name.partition(".")[2]

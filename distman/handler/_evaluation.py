@@ -35,7 +35,6 @@ def evaluate(
     dtype: torch.dtype | None = None,
     num_samples: NumSamples | None = None,
 ) -> dict[str, float]:
-    """Return the loss and the metrics over all samples, the same on all ranks. Collective."""
     accumulators = Accumulators(metrics)
     with evaluating(model, dtype):
         plan = _plan_of(batches) if isinstance(batches, EvaluationLoader) and num_samples is None else None
@@ -114,7 +113,6 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _checked(num: int | None, entries: Any) -> Any:
-    """Return entries that are one for each sample."""
     is_sequence = hasattr(entries, "__len__") and not isinstance(entries, str | Mapping)
     if num is None or (is_sequence and getattr(entries, "shape", None) != () and len(entries) == num):
         return entries

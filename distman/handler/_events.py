@@ -273,12 +273,10 @@ class Callbacks:
 
     @property
     def _names(self) -> list[str]:
-        """The name of each callback's class, and which of those of its class it is."""
         classes = [type(callback).__qualname__ for callback in self]
         return [f"{name} {classes[:index].count(name)}" for index, name in enumerate(classes)]
 
     def called(self) -> dict[str, Any]:
-        """Return which have been called, by their names."""
         return {"names": self._names, "called": {event: [*indices] for event, indices in self._called.items()}}
 
     def set_called(self, state: Mapping[str, Any]) -> None:

@@ -29,7 +29,6 @@ Objective = Callable[[torch.nn.Module, Any], Outcome]
 
 
 def supervised(forward: Forward, loss_fn: LossFunction, model: torch.nn.Module, batch: Any) -> Outcome:
-    """Return the loss of outputs against targets."""
     outputs, targets = forward(model, batch)
     with _explained("has no targets" if forward is default_forward and targets is None else ""):
         return Outcome(loss_fn(outputs, targets), outputs, targets)

@@ -49,14 +49,11 @@ class Reporter:
         if not self._is_silent:
             training_logger.info(text, *args)
 
-    def log_epoch(self, record: Mapping[str, float], num_epochs: int | None) -> None:
-        hidden = {"epoch"} if record["skipped"] else {"epoch", "skipped"}
-        shown = {name: value for name, value in record.items() if name not in hidden}
-        self.log("epoch %s: %s", _of(record["epoch"], num_epochs), as_text(shown))
-
-    def log_validation(self, record: Mapping[str, float]) -> None:
-        shown = {name: value for name, value in record.items() if name not in ("epoch", "step")}
-        self.log("step %d: %s", int(record["step"]), as_text(shown))
+    def log_record(self, record: Mapping[str, float], num_epochs: int | None) -> None:
+        hidden = {"epoch", "step"} | (set() if record.get("skipped") else {"skipped"})
+        is_epoch = "skipped" in record
+        place = f"epoch {_of(record['epoch'], num_epochs)}" if is_epoch else f"step {int(record['step'])}"
+        self.log("%s: %s", place, as_text({name: value for name, value in record.items() if name not in hidden}))
 
 
 class ProgressBar:

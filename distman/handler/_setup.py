@@ -150,7 +150,6 @@ def make_loader(method: str, data: Any, options: Mapping[str, Any], *, cached: b
 
 
 def make_evaluation_loader(method: str, data: Any, options: Mapping[str, Any]) -> Any:
-    """Return a loader that reads each sample of a dataset once and in order, or an iterable as it is."""
     is_dataset = hasattr(data, "__getitem__") and not isinstance(data, DataLoader | list | tuple)
     given = {"batch_size": 64, **options} if is_dataset else options
     return make_loader(method, data, given, cached=False, evaluation=True)

@@ -115,8 +115,7 @@ class Training:
 
     def run(self, *, progress: bool | None = None) -> bool:
         """Train until the limits are reached; return False if the job was asked to stop before. Collective."""
-        is_heard = torch.tensor(self._callbacks.has_listeners("on_step_records"), device=DistributedManager().device)
-        self._step_records = StepRecords(are_kept=bool(fused_all_reduce(is_heard.int()).item()))
+        self._step_records = StepRecords(are_kept=_is_any(self._callbacks.has_listeners("on_step_records")))
         self._callbacks.emit("on_train_begin")
         if self._emitted:
             self._callbacks.emit_rest("on_step_records", self._emitted)
@@ -272,7 +271,6 @@ class Training:
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """Do not count the time of a ``with`` block as that of the training."""
         self.seconds += time.perf_counter() - self._since
         yield
         self._count_time()
@@ -343,9 +341,9 @@ class Training:
 
     def _finish_epoch(self) -> None:
         if self._record is None:
-            self._record = {"epoch": float(self.epoch), **self._accumulators.compute()}
+            results = {"epoch": float(self.epoch), **self._accumulators.compute()}
             is_due = self._limits.validate_every_steps is None and (self.epoch + 1) % self._limits.validate_every == 0
-            self._record |= self._validate() if is_due and self._handler.validates else {}
+            self._record = results | (self._validate() if is_due and self._handler.validates else {})
         record = self._record
         if "val_loss" in record:
             self._callbacks.emit_rest("on_validation_end", record)
@@ -362,12 +360,7 @@ class Training:
         self._end_epoch()
 
     def _end_epoch(self) -> None:
-        record = [*self._history][-1]
-        self._callbacks.emit_rest("on_epoch_end", record)
-        turn_into_numbers(record)
-        self._reporter.log_epoch(record, self._limits.epochs)
-        self._agree_to_stop()
-        self.pending = ""
+        self._tell("on_epoch_end", [*self._history][-1])
         self._callbacks.begin()
         if self._is_save_due(epoch=self.epoch) or self._is_over():
             self._save()
@@ -388,12 +381,14 @@ class Training:
             self._history.validations.append(record)
             self.validated_at, self.pending = num_steps, "validation"
         if self.pending == "validation":
-            record = self._history.validations[-1]
-            self._callbacks.emit_rest("on_validation_end", record)
-            turn_into_numbers(record)
-            self._reporter.log_validation(record)
-            self._agree_to_stop()
-            self.pending = ""
+            self._tell("on_validation_end", self._history.validations[-1])
+
+    def _tell(self, event: str, record: Record) -> None:
+        self._callbacks.emit_rest(event, record)
+        turn_into_numbers(record)
+        self._reporter.log_record(record, self._limits.epochs)
+        self._agree_to_stop()
+        self.pending = ""
 
     def _is_save_due(self, *, step: int | None = None, epoch: int | None = None) -> bool:
         return self._auto_save is not None and self._auto_save.is_due(step=step, epoch=epoch)
@@ -404,15 +399,16 @@ class Training:
 
     def _agree_to_stop(self) -> None:
         """End the training on all ranks if one of them asked for it."""
-        is_asked = torch.tensor(int(bool(self._stop_reason)), device=DistributedManager().device)
-        num_asked = fused_all_reduce(is_asked).item()  # a number first: the reasons are pickles, which take longer
-        if num_asked and (reasons := [reason for reason in all_gather_objects(self._stop_reason) if reason]):
-            self.reason, self._stop_reason = reasons[0], ""
+        if _is_any(self._stop_reason):  # a number first: the reasons are pickles, which take longer
+            self.reason, self._stop_reason = next(filter(None, all_gather_objects(self._stop_reason))), ""
             self._reporter.log("stopped: %s", printable(self.reason))
 
 
+def _is_any(value: object) -> bool:
+    return bool(fused_all_reduce(torch.tensor(int(bool(value)), device=DistributedManager().device)).item())
+
+
 def _learning(setup: Setup, engine: Engine) -> Callable[[Any], Any]:
-    """Return what is called with each batch of a step."""
     function, stepper = setup.step, Stepper._over(engine)
     if function is None:
         return functools.partial(engine.learn, setup.required_objective())

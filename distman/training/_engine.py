@@ -258,7 +258,6 @@ class Engine:
         self._finite.look()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the next step depends on, except for the model."""
         counts = {"num_steps": self.num_steps, "num_skipped": self.num_skipped}
         return {**self._optimizers.state_dict(), "scaler": self._scaler.state_dict(), **counts}
 
@@ -307,7 +306,6 @@ class Engine:
         return self._share
 
     def _resolve(self, name: str | None) -> str:
-        """Return the name of an optimizer; for None that of the only one."""
         if name is None and len(self.optimizers) == 1:
             return next(iter(self.optimizers))
         if name is None or name not in self.optimizers:

@@ -99,7 +99,6 @@ class TrainedModel:
             self._sort_buckets(self.wrapped)
 
     def forget_step(self) -> None:
-        """Let a sharded module have its own parameters again after a step that raised."""
         if self.is_sharded:
             sharding.forget_step(self.module)
 
@@ -107,7 +106,6 @@ class TrainedModel:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def unwrap(self) -> None:
-        """Train the bare module from now on, whose gradients are not averaged."""
         self._trained, self.wrapped = [], self.module
         if self._is_used:
             gc.collect()  # a backward pass that an error cut off would go on in the hooks of the wrapped one
@@ -338,7 +336,6 @@ class Average:
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """The averages and copies by the names of what they are of."""
         return self._parts if self.module is None else _tensors(self.module)
 
     def set_options(self, decay: float, *, use_buffers: bool | None) -> None:
@@ -367,7 +364,6 @@ class Average:
         self._num_updates += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the averages and copies of what a state of the module holds."""
         if self.module is not None:
             return model_state(self.module)
         first = {id(one): name for name, one in _tensors(self._source).items()}

@@ -292,7 +292,6 @@ class Schedules:
 
     @property
     def described(self) -> dict[str, Any]:
-        """What makes them other schedules: their classes and options, by name."""
         none = {"class": "", "per": "epoch", "options": {}}
         return {name: self._by_name[name].described if name in self._by_name else none for name in self._optimizers}
 

@@ -298,7 +298,6 @@ class ForeignSource:
         return True
 
     def _take(self, iterator: Iterator[Any]) -> int:
-        """Keep the next batch, if there is one, and return its number of samples."""
         for batch in iterator:
             num_samples = counted(batch, self._count)
             if num_samples:
@@ -334,7 +333,6 @@ def _exchange(*numbers: int) -> list[list[int]]:
 
 @collective
 def _sum_samples(number: int) -> int:
-    """Return the sum of the ranks' numbers, by one operation of the backend."""
     members = DistributedManager().resolve_group(None)
     (total,) = sum_numbers([number], "the next step of a training", ["number of samples"], members)
     return int(total)
