@@ -62,12 +62,12 @@ def program(drawn, world_size, folder=None, cut_at=None, strategy="ddp"):
     return handler, seen
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("seed", range(6))
+@ranks(2)
+@pytest.mark.parametrize("seed", [0, 2, 5])  # which draw each optimizer, schedule and freezing
 def test_a_program_resumes_in_the_phase_that_it_was_in(seed, world_size, tmp_path):
     drawn = phases(seed)
     whole, expected = program(drawn, world_size)
-    for cut_at in random.Random(seed).sample(range(2, whole.num_steps + 1), 3):  # noqa: S311 - no secret
+    for cut_at in random.Random(seed).sample(range(2, whole.num_steps + 1), 2):  # noqa: S311 - no secret
         with pytest.raises(CutOffError):
             program(drawn, world_size, tmp_path / str(cut_at), cut_at)
         resumed, seen = program(drawn, world_size, tmp_path / str(cut_at))

@@ -44,8 +44,8 @@ def make_classifier(data, batch_size=3):
     return handler
 
 
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("num_samples", [3, 10, 65])
+@ranks(1, 4)
+@pytest.mark.parametrize("num_samples", [3, 65])
 def test_figures_are_those_of_one_process(num_samples):
     data = classes(num_samples)
     handler = make_classifier(data)

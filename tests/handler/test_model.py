@@ -156,7 +156,7 @@ class OfAllKinds(nn.Module):
         return self.second(self.norm(self.first(inputs))) * self.scale
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("use_buffers", [None, True, False])
 def test_parameters_and_statistics_are_averaged_and_the_rest_is_copied(use_buffers, strategy, tmp_path):

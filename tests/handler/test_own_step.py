@@ -143,7 +143,7 @@ def records(handler):
     return [{name: value for name, value in record.items() if name != "seconds"} for record in handler.history]
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_two_adversaries_learn_what_they_learn_in_a_plain_loop_and_resumed_bit_for_bit(accumulate, tmp_path):
     options = {"accumulate": accumulate, "clip_norm": 0.05, "ema_decay": 0.9}

@@ -85,7 +85,7 @@ class NumbersOfExchanges(Callback):
         self.numbers.append(next(DistributedManager().resolve_group(None).exchanges))
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_loaders_of_known_lengths_train_as_others_without_a_message_per_step(drop_last, accumulate, rank, world_size):
@@ -139,7 +139,7 @@ class Buckets(Told):
         return -(-self.num_samples // 4)
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize("kind", ["sampler", "batch_sampler", "sampler in a batch_sampler"])
 def test_whatever_draws_is_told_of_each_epoch_once(kind, rank, world_size):
     data = regression()

@@ -251,7 +251,7 @@ LOSSES = {
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
-@ranks(1, 3)
+@ranks(1, 2)
 @pytest.mark.parametrize(
     "make", [detector, language_model, made_as_it_is_sharded, adversaries, loader_of_torchdata, from_lightning]
 )

@@ -45,7 +45,7 @@ def plain_loop(epochs, *, accumulate, clip_norm):
     return model.state_dict(), losses
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_five_changed_lines_make_the_plain_loop_one_of_any_number_of_ranks(accumulate, world_size):
     torch.manual_seed(SEED)
