@@ -86,6 +86,7 @@ class Engine:
         self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
         self._optimizers = Optimizers(model.module, optimizers, given)
         self.optimizers, self._parameters = self._optimizers.by_name, self._optimizers.parameters
+        self._with_closures = [name for name, one in optimizers.items() if needs_closure(one)]
         self._check_model()
         self.wrap()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
@@ -119,10 +120,10 @@ class Engine:
             self.model.unwrap()
 
     def _check_model(self) -> None:
-        for optimizer in filter(needs_closure, self.optimizers.values() if self._wraps else ()):
+        for name in self._with_closures if self._wraps else ():
             raise TypeError(
-                f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the "
-                "loss several times per step. Pass it the closure in a step of your own: set_step()."
+                f"the optimizer must step without a closure, got {type(self.optimizers[name]).__name__}, which "
+                "computes the loss several times per step. Pass it the closure in a step of your own: set_step()."
             )
         if not self._wraps and any(map(is_distributed_tensor, self.model.module.parameters())):
             raise TypeError(
@@ -323,7 +324,7 @@ class Engine:
             )
 
     def _check_gradient(self, name: str) -> None:
-        if needs_closure(self.optimizers[name]):
+        if name in self._with_closures:
             raise TypeError(
                 f"closure must be a function, got None for {type(self.optimizers[name]).__name__}, which computes the "
                 "loss several times per step. Pass one that calls backward() and returns the loss."
