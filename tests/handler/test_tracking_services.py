@@ -54,7 +54,7 @@ def test_mlflow_has_one_run_with_each_step_once(tmp_path):
 def test_mlflow_takes_a_name_as_a_name(tmp_path):
     """Each name finds its own run, and no other one, whatever the language of its questions makes of it."""
     uri, generator = f"sqlite:///{tmp_path}/mlflow.db", random.Random(5)  # noqa: S311 - no secret
-    names = {"mine", *("".join(generator.choices("a%_;-=()[]{},.:#$&*? é", k=6)) for _ in range(20))}
+    names = {"mine", *("".join(generator.choices("a%_;-=()[]{},.:#$&*? é", k=6)) for _ in range(8))}
     for step in (0, 1):
         for name in names:
             tracker = MLflowTracker(uri, run=name)
