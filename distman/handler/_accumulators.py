@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -28,14 +27,11 @@ _MOST_UNREAD = 32  # steps from one reading to the next, for each of which the h
 class StatefulMetric(Protocol):
     """A metric with a state, updated batch by batch, that combines the ranks' states itself: those of torchmetrics."""
 
-    def reset(self) -> None:
-        """Reset the state."""
+    def reset(self) -> None: ...
 
-    def update(self, *args: Any) -> None:
-        """Update the state with outputs and targets."""
+    def update(self, *args: Any) -> None: ...
 
-    def compute(self) -> Any:
-        """Return the metric over the samples of all ranks. Collective."""
+    def compute(self) -> Any: ...
 
 
 Metric = MetricFunction | StatefulMetric
@@ -187,8 +183,7 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-@dataclasses.dataclass(frozen=True)
-class TakenStep:
+class TakenStep(NamedTuple):
     """A step: what is known of it, its batches, this rank's numbers for each, and the gradient's norm."""
 
     record: Record

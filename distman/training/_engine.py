@@ -23,7 +23,7 @@ from distman.manager import DistributedManager
 from distman.training._finite import FiniteCheck
 from distman.training._model import TrainedModel
 from distman.training._optimizers import UNNAMED, Changes, Optimizers, needs_closure
-from distman.training._sharding import clip, norm_over_shards, own_part
+from distman.training._sharding import norm_over_shards, own_part
 from distman.training._sources import Step
 
 Closure = Callable[[], torch.Tensor]
@@ -473,7 +473,9 @@ class Engine:
         dense = [one.coalesce().values() if one.is_sparse else one for one in parts]
         norm = norm_over_shards(torch.linalg.vector_norm(torch.stack(norms(dense))), gradients[0])
         if self._options.clip_norm is not None and self.model.is_sharded:
-            clip(parts, self._options.clip_norm, norm)
+            factor = (self._options.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch clips what is not sharded
+            for part in parts:
+                part.mul_(factor)
         elif self._options.clip_norm is not None:
             by_one_kernel = None if all(map(operator.is_, dense, gradients)) else False
             torch.nn.utils.clip_grads_with_norm_(parameters, self._options.clip_norm, norm, foreach=by_one_kernel)

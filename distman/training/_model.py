@@ -58,7 +58,7 @@ class TrainedModel:
         self.module = module if is_on_meta else module.to(DistributedManager().device)
         if strategy == "fsdp":
             DistributedManager().wrap_fsdp(self.module, **self._options)
-        self.is_sharded = strategy == "fsdp" and sharding.is_sharded(self.module)
+        self.is_sharded = strategy == "fsdp" and bool(units(self.module))
         self._ddp_options = {} if strategy == "fsdp" else self._options
         self.average: Average | None = None
         self._is_training = self._is_evaluated = self._is_used = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 # The imports from torch.distributed take a second, so they are done where a model is sharded.
-
-
-def is_sharded(module: torch.nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
 
 
 def units(module: torch.nn.Module) -> list[FSDPModule]:
@@ -86,13 +80,6 @@ def norm_over_shards(own_norm: torch.Tensor, tensor: Any) -> torch.Tensor:
             if placement.is_shard():
                 dist.all_reduce(square, group=group)
     return square.sqrt().to(own_norm)
-
-
-def clip(parts: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """Scale this rank's parts of gradients of a 2-norm, as ``clip_grads_with_norm_`` scales gradients."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for part in parts:
-        part.mul_(factor)
 
 
 def own_part(tensor: Any) -> torch.Tensor:
