@@ -16,11 +16,10 @@ from distman._base.arguments import check_choice, check_number
 from distman._coordination import step_times
 from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import is_distributed_tensor, norms, tree_leaves, tree_map
-from distman.collectives import fused_all_reduce
+from distman.collectives import all_gather_objects, fused_all_reduce
 from distman.data import generators_preserved
-from distman.errors import DistmanError
+from distman.errors import DistmanError, NonFiniteLossError
 from distman.manager import DistributedManager
-from distman.training._finite import FiniteCheck
 from distman.training._model import TrainedModel
 from distman.training._optimizers import UNNAMED, Changes, Optimizers, needs_closure
 from distman.training._sharding import norm_over_shards, own_part
@@ -110,7 +109,9 @@ class Engine:
         self._num_windows = 0
         may_skip = options.non_finite == "skip" or options.amp == "fp16"
         usual = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_CHECKS
-        self._finite = FiniteCheck(self._scaler, options.non_finite, 1 if may_skip else options.check_every or usual)
+        self._check_every = 1 if may_skip else options.check_every or usual
+        # Of each gradient since the last look: number and name of its step, its norm, and this rank's losses.
+        self._unchecked: list[tuple[int, str, torch.Tensor, Sequence[torch.Tensor]]] = []
 
     def wrap(self) -> None:
         """Average the gradients of what is trained now: a callback may have frozen a part. Collective."""
@@ -254,9 +255,45 @@ class Engine:
             self._closures.setdefault(name, []).append((closure, share))
         return self._is_last and self._step([name])
 
-    def check(self) -> None:
-        """Look at the gradients of all steps since the last look. Collective; waits for the device."""
-        self._finite.look()
+    def check(self, *, is_latest_taken: bool = True) -> bool:
+        """Look at the gradients of all steps since the last look; return False if the latest is to be left out.
+
+        Collective; each look waits for the device. A step that was taken with a gradient that is not finite has spoilt
+        the model for good, so this raises for it again and again, and it cannot be saved.
+        """
+        if not self._unchecked:
+            return True
+        unchecked, norms = self._unchecked, torch.stack([norm for _, _, norm, _ in self._unchecked]).tolist()
+        bad = next((index for index, norm in enumerate(norms) if not math.isfinite(norm)), None)
+        taken = unchecked if is_latest_taken else unchecked[:-1]
+        num_spoilt = 0 if bad is None else len(taken[bad:])
+        self._unchecked = taken if num_spoilt else []
+        if bad is not None:
+            step, name, _, losses = unchecked[bad]
+            self._check_skippable(step, name, losses, num_spoilt)
+        return bad is None
+
+    def _check_skippable(self, step: int, name: str, own: Sequence[torch.Tensor], num_spoilt: int) -> None:
+        """Raise unless the step may be skipped: the scale of the loss was too large, or the options say so."""
+        everyone = all_gather_objects([loss.item() for loss in own])
+        losses = {rank: loss for rank, found in enumerate(everyone) for loss in found if not math.isfinite(loss)}
+        is_overflow = not losses and self._scaler.is_enabled() and self._scaler.get_scale() >= 1
+        if is_overflow or self._options.non_finite == "skip":
+            return
+        roll = DistributedManager().roll_call
+        got = ", ".join(
+            f"{loss} on rank {rank} ({roll[rank].host}, pid {roll[rank].pid})" for rank, loss in losses.items()
+        )
+        remedy = "Lower the learning rate, pass clip_norm, or skip such steps with non_finite='skip'."
+        if num_spoilt:
+            remedy += (
+                f" {num_spoilt} steps were taken before this was seen, and have spoilt the model: go on from a "
+                "checkpoint; check_every=1 looks before each step is taken."
+            )
+        raise NonFiniteLossError(
+            f"the loss {f'of {name!r} ' if name else ''}must be finite in step {step}, got "
+            f"{got or 'a gradient that is not, with finite losses on all ranks'}. {remedy}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"num_steps": self.num_steps, "num_skipped": self.num_skipped}
@@ -385,7 +422,7 @@ class Engine:
         found = [norm for norm in map(self._clip, names) if norm is not None]
         self._norms += found
         self._look_later(names, _norm_of(found))
-        if not self._finite.may_be_taken():
+        if len(self._unchecked) >= self._check_every and not self.check(is_latest_taken=False):
             return False
         for name in names:
             if name in scaled:
@@ -409,7 +446,7 @@ class Engine:
                 for parameter, value in zip(parameters, before, strict=True):
                     parameter.copy_(value)
             optimizer.state.clear()  # of the way to where the loss is not finite
-            return self._finite.look(is_latest_taken=False)
+            return self.check(is_latest_taken=False)
         return True
 
     def _evaluate(self, name: str) -> torch.Tensor:
@@ -496,8 +533,9 @@ class Engine:
             self._scaled.clear()
 
     def _look_later(self, names: Sequence[str], norm: torch.Tensor | None) -> None:
-        label = "" if [*self.optimizers] == [UNNAMED] else ", ".join(names)
-        self._finite.add(self.num_steps + self.num_skipped, label, norm, self._losses[names[0]])
+        if norm is not None and self._options.non_finite != "ignore":
+            label = "" if [*self.optimizers] == [UNNAMED] else ", ".join(names)
+            self._unchecked.append((self.num_steps + self.num_skipped, label, norm, self._losses[names[0]]))
 
     def _copy_buffers(self) -> list[torch.Tensor]:
         return [buffer.clone() for buffer in self.model.module.buffers()]
