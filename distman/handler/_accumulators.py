@@ -138,7 +138,6 @@ class Numbers(Accumulators):
         return torch.cat(found) if found else self.sums.new_zeros(0)
 
     def compute(self) -> dict[str, float]:
-        """Return the means over the samples of all ranks; NaN without samples. Collective."""
         everyone = all_gather_objects(self.names)
         differing = next((rank for rank, names in enumerate(everyone) if names != everyone[0]), None)
         if differing is not None:
@@ -204,7 +203,6 @@ class StepRecords:
 
     @property
     def are_due(self) -> bool:
-        """Whether it is time to read them, on all ranks alike."""
         return len(self._unread) >= self._num_until_due
 
     def resume(self) -> None:

@@ -116,7 +116,6 @@ class Archive:
         self.training, self._loaded, self._is_passed = training, None, False
 
     def end_phase(self, training: Training) -> None:
-        """Note how far a training is at the end of a call of train()."""
         self._phases.append(
             {
                 "epochs": training.epoch,
@@ -212,7 +211,6 @@ class Archive:
         self._reporter.log("train() number %d was done by an earlier run", len(self._phases))
 
     def end_program(self) -> NoReturn:
-        """End a program that was asked to stop, and requeue its job if that is wanted."""
         if self.auto_save is None:
             self._reporter.log("asked to stop; nothing was saved: call auto_save() before train()")
         else:

