@@ -7,13 +7,17 @@ import sys
 from distman._base.public_names import missing_name
 
 # What is imported as itself is for other parts of the package.
-from distman.collectives._all_gather import AllGather as AllGather, all_gather_v, reduce_scatter_v
-from distman.collectives._all_reduce import AllReduceSum as AllReduceSum, all_reduce_sum as all_reduce_sum
+from distman.collectives._all_gather import (
+    all_gather_v,
+    join_shards as join_shards,
+    reduce_scatter_v,
+)
+from distman.collectives._all_reduce import all_reduce_sum as all_reduce_sum
 from distman.collectives._all_to_all import (
-    AllToAll as AllToAll,
     all_to_all_v,
     distributed_transpose,
     indexed_all_to_all_v,
+    reshard as reshard,
 )
 from distman.collectives._border import refuse as refuse, still_carried as still_carried, with_memory as with_memory
 from distman.collectives._debug import compare_calls as compare_calls, tell_apart as tell_apart
@@ -27,6 +31,7 @@ from distman.collectives._exchange import (
 from distman.collectives._fused import FusedWork, fused_all_reduce, taken_apart as taken_apart
 from distman.collectives._gather import gather_v, scatter_v
 from distman.collectives._headers import refuse_in_sum as refuse_in_sum, sum_numbers as sum_numbers
+from distman.collectives._linear import linear as linear
 from distman.collectives._objects import all_gather_objects, broadcast_data, broadcast_if_ddp, gather_objects
 from distman.collectives._result_memory import new_empty as new_empty
 from distman.collectives._validation import (

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from distman._coordination.tracking import check_all_run_here
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group, process_group_of
-from distman._torch_internals import EagerFunction, all_gather_single, collects_batches, reduce_scatter_single
+from distman._torch_internals import all_gather_single, collects_batches, reduce_scatter_single
 from distman.collectives._border import still_carried
 from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of
+from distman.collectives._linear import linear
 from distman.collectives._result_memory import new_empty
 from distman.collectives._transport import carried
 from distman.collectives._validation import (
@@ -75,8 +75,7 @@ def all_gather_v(
         use_fp32=use_fp32,
     )
     tensor, lengths, dim = shard_sizes("all_gather_v", tensor, sizes, dim, members)
-    full: torch.Tensor = AllGather.apply(tensor, lengths, dim, use_fp32, members)
-    return full
+    return linear(tensor, join_shards, sum_slices, lengths, dim, use_fp32, members)
 
 
 @collective
@@ -119,49 +118,30 @@ def reduce_scatter_v(
             f"sizes must add up to the tensor's length {tensor.shape[dim]} along dim {dim}, got {sizes}. Pass the "
             "lengths of the slices."
         )
-    part: torch.Tensor = ReduceScatter.apply(tensor, sizes, dim, use_fp32, members)
-    return part
+    return linear(tensor, sum_slices, join_shards, sizes, dim, use_fp32, members)
 
 
-class AllGather(EagerFunction):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, use_fp32: bool, group: Group
-    ) -> torch.Tensor:
-        ctx.arguments = sizes, dim, use_fp32, group
-        tensor = still_carried(tensor, group)
-        shape = list(tensor.shape)
-        shape[dim] = sum(sizes)
-        what = f"all_gather {layout_of(tensor, dim)} dim {dim} sizes {sizes}"
-        full = new_empty(tensor, shape)
-        if min(sizes) == max(sizes) and _gather_evenly(tensor, full, dim, group, what):
-            return full
-        exchange([tensor] * group.size, full.split(sizes, dim), group, what)
+def join_shards(tensor: torch.Tensor, sizes: list[int], dim: int, _: bool, group: Group) -> torch.Tensor:
+    tensor = still_carried(tensor, group)
+    shape = list(tensor.shape)
+    shape[dim] = sum(sizes)
+    what = f"all_gather {layout_of(tensor, dim)} dim {dim} sizes {sizes}"
+    full = new_empty(tensor, shape)
+    if min(sizes) == max(sizes) and _gather_evenly(tensor, full, dim, group, what):
         return full
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return ReduceScatter.apply(grad, *ctx.arguments), None, None, None, None
+    exchange([tensor] * group.size, full.split(sizes, dim), group, what)
+    return full
 
 
-class ReduceScatter(EagerFunction):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, use_fp32: bool, group: Group
-    ) -> torch.Tensor:
-        ctx.arguments = sizes, dim, use_fp32, group
-        tensor = still_carried(tensor, group)
-        what = f"reduce_scatter {layout_of(tensor)} dim {dim} sizes {sizes} use_fp32 {use_fp32}"
-        is_widened = use_fp32 and tensor.dtype in (torch.float16, torch.bfloat16)  # after it was sent as it is
-        if min(sizes) == max(sizes) and not is_widened:
-            part = _reduce_evenly(tensor, dim, group, what)
-            if part is not None:
-                return part
-        return exchange_and_add(tensor.split(sizes, dim), group, what, use_fp32=use_fp32)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return AllGather.apply(grad, *ctx.arguments), None, None, None, None
+def sum_slices(tensor: torch.Tensor, sizes: list[int], dim: int, use_fp32: bool, group: Group) -> torch.Tensor:
+    tensor = still_carried(tensor, group)
+    what = f"reduce_scatter {layout_of(tensor)} dim {dim} sizes {sizes} use_fp32 {use_fp32}"
+    is_widened = use_fp32 and tensor.dtype in (torch.float16, torch.bfloat16)  # after it was sent as it is
+    if min(sizes) == max(sizes) and not is_widened:
+        part = _reduce_evenly(tensor, dim, group, what)
+        if part is not None:
+            return part
+    return exchange_and_add(tensor.split(sizes, dim), group, what, use_fp32=use_fp32)
 
 
 # Shards of one length on all ranks: one operation of the backend, which is faster than messages on GPUs.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group, process_group_of
-from distman._torch_internals import EagerFunction
 from distman.collectives._border import still_carried
 from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of
 from distman.collectives._result_memory import new_empty
@@ -21,7 +18,7 @@ _IN_INT32 = (torch.int16, torch.bool)  # no backend adds them up; a sum of truth
 
 
 @collective
-def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> torch.Tensor:
+def all_reduce_sum(tensor: torch.Tensor, group: Group, use_fp32: bool) -> torch.Tensor:
     """Return the sum over a group as a new tensor; the terms are of one shape and dtype, and are not changed."""
     tensor = still_carried(tensor, group)
     dtype = tensor.dtype
@@ -51,14 +48,3 @@ def sum_in_rank_order(term: torch.Tensor, group: Group) -> torch.Tensor:
     full = new_empty(flat, flat.shape)
     exchange([part] * group.size, full.split(sizes), group, what)
     return full
-
-
-class AllReduceSum(EagerFunction):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, use_fp32: bool) -> torch.Tensor:
-        ctx.arguments = group, use_fp32
-        return all_reduce_sum(tensor, group, use_fp32=use_fp32)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return AllReduceSum.apply(grad, *ctx.arguments), None, None

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
-from distman._torch_internals import EagerFunction
 from distman.collectives import _debug
 from distman.collectives._border import refuse, refuse_beside, still_carried, with_memory
 from distman.collectives._debug import tell_apart
 from distman.collectives._exchange import exchange, layout_of
+from distman.collectives._linear import linear
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     GroupLike,
@@ -188,8 +187,7 @@ def distributed_transpose(
     tensor, lengths, dim1 = shard_sizes("distributed_transpose", tensor, sizes, dim1, members)
     parts = split_sizes(tensor.shape[dim0], members.size)
     tell_apart(f"sizes {lengths} and {tensor.shape[dim0]} along dim {dim0}")
-    result: torch.Tensor = AllToAll.apply(tensor, dim0, parts, dim1, lengths, members)
-    return result
+    return reshard(tensor, (dim0, parts), (dim1, lengths), members)
 
 
 def _send_slices(tensor: torch.Tensor, sizes: list[list[int]], dim: int, group: Group) -> torch.Tensor:
@@ -201,34 +199,28 @@ def _send_slices(tensor: torch.Tensor, sizes: list[list[int]], dim: int, group: 
         )
     incoming = [row[group.rank] for row in sizes]
     tell_apart(f"sizes {sizes}" if group.size <= _MAX_SHOWN else f"hash of sizes {hash(tuple(map(tuple, sizes)))}")
-    result: torch.Tensor = AllToAll.apply(tensor, dim, outgoing, dim, incoming, group)
-    return result
+    return reshard(tensor, (dim, outgoing), (dim, incoming), group)
 
 
-class AllToAll(EagerFunction):
-    """Splits a tensor along one dim over the ranks and joins what comes along another; its adjoint does the reverse."""
+Parts = tuple[int, list[int]]  # a dim, and a length along it for each rank
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        split_dim: int,
-        outgoing: list[int],
-        join_dim: int,
-        incoming: list[int],
-        group: Group,
-    ) -> torch.Tensor:
-        ctx.arguments = split_dim, outgoing, join_dim, incoming, group
-        tensor = still_carried(tensor, group)
-        shape = list(tensor.shape)
-        shape[split_dim] = outgoing[group.rank]
-        shape[join_dim] = sum(incoming)
-        joined = new_empty(tensor, shape)
-        what = f"all_to_all {layout_of(tensor, split_dim, join_dim)} from dim {split_dim} to dim {join_dim}"
-        exchange(tensor.split(outgoing, split_dim), joined.split(incoming, join_dim), group, what)
-        return joined
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        split_dim, outgoing, join_dim, incoming, group = ctx.arguments
-        return AllToAll.apply(grad, join_dim, incoming, split_dim, outgoing, group), None, None, None, None, None
+def reshard(tensor: torch.Tensor, outgoing: Parts, incoming: Parts, group: Group) -> torch.Tensor:
+    """Split a tensor along one dim over the ranks, and join what comes along another; differentiable."""
+    return linear(tensor, _there, _back, outgoing, incoming, group)
+
+
+def _there(tensor: torch.Tensor, outgoing: Parts, incoming: Parts, group: Group) -> torch.Tensor:
+    tensor = still_carried(tensor, group)
+    (split_dim, sent), (join_dim, received) = outgoing, incoming
+    shape = list(tensor.shape)
+    shape[split_dim] = sent[group.rank]
+    shape[join_dim] = sum(received)
+    joined = new_empty(tensor, shape)
+    what = f"all_to_all {layout_of(tensor, split_dim, join_dim)} from dim {split_dim} to dim {join_dim}"
+    exchange(tensor.split(sent, split_dim), joined.split(received, join_dim), group, what)
+    return joined
+
+
+def _back(tensor: torch.Tensor, outgoing: Parts, incoming: Parts, group: Group) -> torch.Tensor:
+    return _there(tensor, incoming, outgoing, group)

@@ -14,6 +14,7 @@ from distman._torch_internals import EagerFunction, traced_by, untraced
 from distman.collectives import _debug
 from distman.collectives._border import DTYPES, MAX_NDIM, REFUSED, carried, raise_refusals, refusal_text, still_carried
 from distman.collectives._exchange import all_gather_texts, broadcast_numbers, exchange, layout_of
+from distman.collectives._linear import linear
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     GroupLike,
@@ -64,8 +65,7 @@ def gather_v(
     )
     check_member("dst", dst, members)
     tensor, lengths, dim = shard_sizes("gather_v", tensor, sizes, dim, members)
-    full: torch.Tensor = Gather.apply(tensor, lengths, dim, dst, members)
-    return full
+    return linear(tensor, _gather, _scatter, lengths, dim, dst, members)
 
 
 @collective
@@ -127,50 +127,34 @@ def scatter_v(
         full = still_carried(torch.empty(shape[:ndim], dtype=DTYPES[dtype], device=device), members, "tensor")
         if needs_grad:
             full = _onto_graph(full, tensor)
-    part: torch.Tensor = Scatter.apply(full, sizes, axis, src, members)
+    return linear(full, _scatter, _gather, sizes, axis, src, members)
+
+
+def _gather(tensor: torch.Tensor, sizes: list[int], dim: int, dst: int, group: Group) -> torch.Tensor:
+    tensor = still_carried(tensor, group)
+    shape = list(tensor.shape)
+    shape[dim] = sum(sizes) if group.rank == dst else 0
+    full = new_empty(tensor, shape)
+    nothing = tensor.narrow(dim, 0, 0)
+    sends = [tensor if rank == dst else nothing for rank in range(group.size)]
+    receives = full.split(sizes, dim) if group.rank == dst else [full] * group.size
+    what = f"gather {layout_of(tensor, dim)} dim {dim} sizes {sizes} dst {dst}"
+    exchange(sends, receives, group, what)
+    return full
+
+
+def _scatter(tensor: torch.Tensor, sizes: list[int], dim: int, src: int, group: Group) -> torch.Tensor:
+    """Hand out the slices of the full tensor of ``src``; empty ones elsewhere say shape and dtype."""
+    tensor = still_carried(tensor, group)
+    shape = list(tensor.shape)
+    shape[dim] = sizes[group.rank]
+    part = new_empty(tensor, shape)
+    nothing = tensor.narrow(dim, 0, 0)
+    sends = tensor.split(sizes, dim) if group.rank == src else [nothing] * group.size
+    receives = [part if rank == src else part.narrow(dim, 0, 0) for rank in range(group.size)]
+    what = f"scatter {layout_of(tensor, dim)} dim {dim} sizes {sizes} src {src}"
+    exchange(sends, receives, group, what)
     return part
-
-
-class Gather(EagerFunction):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, dst: int, group: Group) -> torch.Tensor:
-        ctx.arguments = sizes, dim, dst, group
-        tensor = still_carried(tensor, group)
-        shape = list(tensor.shape)
-        shape[dim] = sum(sizes) if group.rank == dst else 0
-        full = new_empty(tensor, shape)
-        nothing = tensor.narrow(dim, 0, 0)
-        sends = [tensor if rank == dst else nothing for rank in range(group.size)]
-        receives = full.split(sizes, dim) if group.rank == dst else [full] * group.size
-        what = f"gather {layout_of(tensor, dim)} dim {dim} sizes {sizes} dst {dst}"
-        exchange(sends, receives, group, what)
-        return full
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return Scatter.apply(grad, *ctx.arguments), None, None, None, None
-
-
-class Scatter(EagerFunction):
-    """The primitive under :func:`scatter_v`: the full tensor on ``src``; empty ones elsewhere say shape and dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, src: int, group: Group) -> torch.Tensor:
-        ctx.arguments = sizes, dim, src, group
-        tensor = still_carried(tensor, group)
-        shape = list(tensor.shape)
-        shape[dim] = sizes[group.rank]
-        part = new_empty(tensor, shape)
-        nothing = tensor.narrow(dim, 0, 0)
-        sends = tensor.split(sizes, dim) if group.rank == src else [nothing] * group.size
-        receives = [part if rank == src else part.narrow(dim, 0, 0) for rank in range(group.size)]
-        what = f"scatter {layout_of(tensor, dim)} dim {dim} sizes {sizes} src {src}"
-        exchange(sends, receives, group, what)
-        return part
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return Gather.apply(grad, *ctx.arguments), None, None, None, None
 
 
 class _Receiver(EagerFunction):

@@ -44,9 +44,12 @@ def as_lengths(s: Sequence[int | None]) -> tuple[int, ...]:
 def as_length(n: int | None) -> int:
     """Return a length, with -1 for None: the length that is there."""
     try:
-        return -1 if n is None else operator.index(n)
+        length = -1 if n is None else operator.index(n)
     except TypeError:
         raise ValueError(f"n must be an integer, got {n!r}. Pass the length of the signal.") from None
+    if n is not None and length < 1:
+        raise ValueError(f"n must be at least 1, got {n}. Pass the length of the signal.")
+    return length
 
 
 def as_dims(dim: Sequence[int], ndim: int) -> tuple[int, ...]:

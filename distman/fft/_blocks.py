@@ -27,7 +27,7 @@ _MOST_BYTES = 2**24  # of a block that would have fewer: it takes memory beside 
 ADJOINT: dict[Kind, Kind] = {"fft": "ifft", "ifft": "fft", "rfft": "irfft", "irfft": "rfft"}
 DUAL = {"backward": "forward", "forward": "backward", "ortho": "ortho"}  # the norm of the adjoint
 
-_TRANSFORMS = {"fft": torch.fft.fftn, "ifft": torch.fft.ifftn, "rfft": torch.fft.rfftn, "irfft": torch.fft.irfftn}
+TRANSFORMS = {"fft": torch.fft.fftn, "ifft": torch.fft.ifftn, "rfft": torch.fft.rfftn, "irfft": torch.fft.irfftn}
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 _REAL = {value: key for key, value in _COMPLEX.items()}
 
@@ -46,7 +46,7 @@ class LocalTransform:
         lengths = [*(block.shape[axis] for axis in axes[:-1]), self.length]
         if self.kind == "irfft" and self.is_weighted:
             block = scale_pairs(block.clone(), -1, self.length, 0.5)
-        transformed: torch.Tensor = _TRANSFORMS[self.kind](block, lengths, axes, self.norm)
+        transformed: torch.Tensor = TRANSFORMS[self.kind](block, lengths, axes, self.norm)
         if self.kind == "rfft" and self.is_weighted:
             scale_pairs(transformed, -1, self.length, 2.0)
         return transformed

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Unpack
 
 import torch
 
-from distman._job.groups.registry import Group
-from distman.collectives import (
-    AllToAll,
-    GroupLike,
-    admitted,
-    check_call,
-    layout_of,
-    normalize_dim,
-    resolve_group,
-    shard_sizes,
-    tell_apart,
-)
-from distman.fft._arguments import (
-    as_length,
-    check_norm,
-    check_out_sizes,
-    computable,
-    cut_shards,
-    fit,
-    is_same_dim,
-    signal_lengths,
-)
-from distman.fft._blocks import DUAL, Kind, LocalTransform
-from distman.fft._plan import LinePlan
-from distman.fft._resharding import execute
+from distman.collectives import admitted, normalize_dim, resolve_group
+from distman.fft._arguments import as_length, computable, is_same_dim
+from distman.fft._blocks import Kind
+from distman.fft._call import transform_shard
 from distman.fft._signature import Layout, transform
 
 
@@ -122,20 +99,11 @@ def ihfft(
 
 
 def _transform(
-    kind: Kind,
-    name: str,
-    tensor: torch.Tensor,
-    n: int | None,
-    dim: int,
-    norm: str | None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    kind: Kind, name: str, tensor: torch.Tensor, n: int | None, dim: int, norm: str | None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
-    members = resolve_group(group)
+    members = resolve_group(layout.get("group"))
+    shard_dim, out_dim = layout.get("shard_dim"), layout.get("out_dim")
+    sizes, out_sizes = layout.get("sizes"), layout.get("out_sizes")
     stays = shard_dim is not None and (out_dim is None or is_same_dim(tensor, shard_dim, out_dim))
     is_local = stays and out_sizes is None and not is_same_dim(tensor, shard_dim, dim)
     tensor = admitted(name, tensor, members, has_header=sizes is None, is_local=is_local)
@@ -143,75 +111,5 @@ def _transform(
     dim = normalize_dim(dim, tensor.ndim)
     shard = dim if shard_dim is None else normalize_dim(shard_dim, tensor.ndim, "shard_dim")
     out = shard if out_dim is None else normalize_dim(out_dim, tensor.ndim, "out_dim")
-    norm, wanted = check_norm(norm), as_length(n)
-    if n is not None and wanted < 1:
-        raise ValueError(f"n must be at least 1, got {n}. Pass the length of the signal.")
-    tensor = check_call(
-        name,
-        tensor,
-        members,
-        free_dim=shard,
-        unites_grad=sizes is None,
-        dim=dim,
-        n=wanted,
-        norm=norm,
-        shard_dim=shard,
-        out_dim=out,
-        sizes=sizes,
-        out_sizes=out_sizes,
-    )
-    needs_no_sizes = shard == out != dim and out_sizes is None
-    shards: list[int] = []
-    if sizes is not None or not needs_no_sizes:
-        tensor, shards, shard = shard_sizes(name, tensor, sizes, shard, members)
-    full = dict(enumerate(tensor.shape)) | ({shard: sum(shards)} if shards else {})
-    length = signal_lengths(kind, name, {dim: full[dim]}, (wanted,))[dim]
-    full[dim] = length // 2 + 1 if kind == "rfft" else length
-    results = shards if needs_no_sizes else check_out_sizes(out_sizes, out, full[out], members)
-    tell_apart(f"{layout_of(tensor, shard)} along {dim} of {length}, {norm}, {shard} in {shards} to {out} in {results}")
-    if name in ("hfft", "ihfft"):
-        norm = DUAL[norm]
-    local = LocalTransform(kind, (dim,), length, norm)
-    result = _transform_shard(tensor.conj() if name == "hfft" else tensor, local, shard, shards, out, results, members)
-    return result.conj_physical() if name == "ihfft" else result
-
-
-def _transform_shard(
-    tensor: torch.Tensor,
-    local: LocalTransform,
-    shard: int,
-    shards: list[int],
-    out: int,
-    out_shards: list[int],
-    group: Group,
-) -> torch.Tensor:
-    (dim,), length = local.dims, local.length
-    if group.size == 1 and tensor.numel():  # torch fails on a batch of nothing
-        whole: torch.Tensor = getattr(torch.fft, local.kind)(tensor, length, dim, local.norm)
-        return whole
-    taken = length // 2 + 1 if local.kind == "irfft" else length
-    if shard != dim:
-        tensor = fit(tensor, dim, taken)
-        plan = LinePlan(local, shard, tuple(shards), out, tuple(out_shards), out, group)
-        result = execute(tensor, plan)
-        return _recut(result, out, shards, out_shards, group) if shard == out else result
-    tensor, shards = cut_shards(tensor, dim, shards, taken, group.rank)
-    others = [one for one in range(tensor.ndim) if one != dim]
-    way = max(others, key=tensor.size) if others else tensor.ndim
-    plan = LinePlan(local, dim, tuple(shards), out, tuple(out_shards), way, group)
-    return execute(tensor, plan) if others else execute(tensor.unsqueeze(-1), plan).squeeze(-1)
-
-
-def _recut(tensor: torch.Tensor, dim: int, sizes: list[int], out_sizes: list[int], group: Group) -> torch.Tensor:
-    """Return a tensor in shards of other lengths."""
-    if sizes == out_sizes:
-        return tensor
-    intervals, out_intervals = (
-        list(itertools.pairwise(itertools.accumulate(one, initial=0))) for one in (sizes, out_sizes)
-    )
-    outgoing, incoming = (
-        [max(0, min(end, mine[group.rank][1]) - max(start, mine[group.rank][0])) for start, end in theirs]
-        for mine, theirs in ((intervals, out_intervals), (out_intervals, intervals))
-    )
-    result: torch.Tensor = AllToAll.apply(tensor, dim, outgoing, dim, incoming, group)
-    return result
+    wanted = as_length(n)
+    return transform_shard(kind, name, tensor, (dim,), (wanted,), norm, shard, out, sizes, out_sizes, members)

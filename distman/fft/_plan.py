@@ -30,9 +30,9 @@ class Plan:
 
     Every dim but that of the shards has its full length in the input. The whole dims are transformed first; then the
     ranks exchange their parts, so that the dim of the shards is whole and another one, ``way``, is split; then that dim
-    is transformed. Of half a spectrum all frequencies but the first, and of an even length the last, stand for two: an
-    inverse counts them twice, so the adjoint of an ``rfft`` is an ``irfft`` that halves them first, and the other way
-    round. Such a plan is weighted.
+    is transformed. Where several are, ``shard`` and ``out`` are among them. Of half a spectrum all frequencies but the
+    first, and of an even length the last, stand for two: an inverse counts them twice, so the adjoint of an ``rfft`` is
+    an ``irfft`` that halves them first, and the other way round. Such a plan is weighted.
     """
 
     kind: Kind  # rfft gives half of a spectrum along dims[-1], irfft takes one
@@ -59,7 +59,10 @@ class Plan:
         )
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Transform a shard, which is left as it is."""
         last = self.dims[-1]
+        if len(self.dims) == 1:
+            return self._line(tensor)
         if self.kind == "rfft":
             is_mirrored = self.shard == last and self.out != last
             return self._to_half_mirrored(tensor) if is_mirrored else self._to_half(tensor)
@@ -82,6 +85,18 @@ class Plan:
     def _parts(self, dim: int, length: int) -> tuple[int, ...]:
         """Return the lengths of the shards along a dim, on the way or at its end."""
         return self.out_sizes if dim == self.out else tuple(split_sizes(length, self.group.size))
+
+    def _line(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Transform one dim; nothing travels where the tensor is sharded along another one, and stays so."""
+        (dim,), shard, out = self.dims, self.shard, self.out
+        local = self._local(self.kind, dim)
+        if shard == out != dim:
+            return transform(tensor, local, keeps_input=True)
+        if shard != dim:
+            return move(self.group, tensor, local, out, self.out_sizes, shard, self.sizes, sum(self.sizes))
+        way = out if out != dim else max((one for one in range(tensor.ndim) if one != dim), key=tensor.size)
+        joined = self._half if self.kind == "irfft" else self.lengths[dim]
+        return self._pass(tensor, None, local, way, tensor.shape[way], joined)
 
     def _complex(self, tensor: torch.Tensor) -> torch.Tensor:
         shard = self.shard
@@ -223,45 +238,3 @@ class Plan:
     def _along_last(self, kind: Kind) -> LocalTransform:
         """Return a transform from complex to complex data along the last dim; weights are no part of it."""
         return LocalTransform(kind, self.dims[-1:], self.lengths[self.dims[-1]], self.norm)
-
-
-@dataclasses.dataclass(frozen=True)
-class LinePlan:
-    """One transform of one dim over a group; the dim is whole on each rank meanwhile."""
-
-    local: LocalTransform
-    shard: int
-    sizes: tuple[int, ...]  # along the transformed dim, what they lack of the full length is zero
-    out: int
-    out_sizes: tuple[int, ...]  # along the transformed dim, what they lack of the full length is dropped
-    way: int  # along which the tensor is sharded meanwhile if both shard and out are the transformed dim
-    group: Group
-
-    def adjoint(self) -> LinePlan:
-        """Return the plan of the adjoint: the exponent's sign, the layouts and the padding are swapped."""
-        is_half = self.local.kind in ("rfft", "irfft")
-        local = dataclasses.replace(
-            self.local,
-            kind=ADJOINT[self.local.kind],
-            norm=DUAL[self.local.norm],
-            is_weighted=is_half and not self.local.is_weighted,
-        )
-        return dataclasses.replace(
-            self, local=local, shard=self.out, sizes=self.out_sizes, out=self.shard, out_sizes=self.sizes
-        )
-
-    def run(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Transform a shard, which is left as it is; nothing travels where shard and out are one other dim."""
-        (dim,) = self.local.dims
-        if self.shard != dim:
-            if self.out == self.shard:
-                return transform(tensor, self.local, keeps_input=True)
-            return move(
-                self.group, tensor, self.local, self.out, self.out_sizes, self.shard, self.sizes, sum(self.sizes)
-            )
-        way = self.way if self.out == dim else self.out
-        length = tensor.shape[way]
-        parts = split_sizes(length, self.group.size) if self.out == dim else self.out_sizes
-        taken = self.local.length // 2 + 1 if self.local.kind == "irfft" else self.local.length
-        tensor = transform(move(self.group, tensor, None, way, parts, dim, self.sizes, taken), self.local)
-        return tensor if self.out == way else move(self.group, tensor, None, dim, self.out_sizes, way, parts, length)

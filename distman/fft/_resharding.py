@@ -1,47 +1,15 @@
-"""What linear maps of sharded tensors have in common: an adjoint, and the exchange that shards along another dim."""
+"""The exchange that shards a tensor along another dim, block by block."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
 
 import torch
 
 from distman._job.groups.registry import Group
-from distman._torch_internals import EagerFunction
-from distman.collectives import SendBuffers, exchange, still_carried
+from distman.collectives import SendBuffers, exchange
 from distman.fft._blocks import Index, LocalTransform, Run, blocks_of, empty_with_last
-
-
-class LinearMap(Protocol):
-    """A linear map from the shards of one tensor to the shards of another."""
-
-    @property
-    def group(self) -> Group:
-        """The group that the shards are spread over."""
-
-    def run(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Map a shard, which is left as it is."""
-
-    def adjoint(self) -> LinearMap:
-        """Return the adjoint map."""
-
-
-class _Apply(EagerFunction):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, linear: LinearMap) -> torch.Tensor:
-        ctx.linear = linear
-        return linear.run(still_carried(tensor, linear.group)).detach()  # no view, so that it may be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return execute(grad, ctx.linear.adjoint()), None
-
-
-def execute(tensor: torch.Tensor, linear: LinearMap) -> torch.Tensor:
-    result: torch.Tensor = _Apply.apply(tensor, linear)
-    return result
 
 
 def move(

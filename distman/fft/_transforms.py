@@ -7,29 +7,10 @@ from typing import Unpack
 
 import torch
 
-from distman.collectives import (
-    GroupLike,
-    admitted,
-    check_call,
-    layout_of,
-    resolve_group,
-    shard_sizes,
-    tell_apart,
-)
-from distman.fft._arguments import (
-    as_lengths,
-    check_among,
-    check_dims,
-    check_norm,
-    check_out_sizes,
-    computable,
-    cut_shards,
-    fit,
-    signal_lengths,
-)
+from distman.collectives import admitted, resolve_group
+from distman.fft._arguments import as_lengths, check_among, check_dims, computable
 from distman.fft._blocks import Kind
-from distman.fft._plan import Plan
-from distman.fft._resharding import execute
+from distman.fft._call import transform_shard
 from distman.fft._signature import Dims, Layout, Lengths, transform
 
 _SPATIAL = "spatial_parallel"
@@ -240,20 +221,11 @@ class DistributedIRFFT2:
 
 
 def _transform(
-    kind: Kind,
-    name: str,
-    tensor: torch.Tensor,
-    s: Sequence[int | None] | None,
-    dim: Sequence[int] | None,
-    norm: str | None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    kind: Kind, name: str, tensor: torch.Tensor, s: Lengths, dim: Dims, norm: str | None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
-    members = resolve_group(group)
+    members = resolve_group(layout.get("group"))
+    shard_dim, out_dim = layout.get("shard_dim"), layout.get("out_dim")
+    sizes, out_sizes = layout.get("sizes"), layout.get("out_sizes")
     tensor = admitted(name, tensor, members, has_header=sizes is None)
     tensor = computable(name, kind, tensor)
     wanted = None if s is None else as_lengths(s)
@@ -262,33 +234,4 @@ def _transform(
     shard = there[0] if shard_dim is None else check_among("shard_dim", shard_dim, dims, tensor.ndim)
     away = next(one for one in there[::-1] if one != shard)
     out = away if out_dim is None else check_among("out_dim", out_dim, dims, tensor.ndim)
-    norm = check_norm(norm)
-    tensor = check_call(
-        name,
-        tensor,
-        members,
-        free_dim=shard,
-        unites_grad=sizes is None,
-        dims=dims,
-        s=wanted,
-        norm=norm,
-        shard_dim=shard,
-        out_dim=out,
-        sizes=sizes,
-        out_sizes=out_sizes,
-    )
-    tensor, shards, shard = shard_sizes(name, tensor, sizes, shard, members)
-    full = {one: tensor.shape[one] for one in dims} | {shard: sum(shards)}
-    lengths = signal_lengths(kind, name, full, wanted)
-    half = lengths | {dims[-1]: lengths[dims[-1]] // 2 + 1}
-    taken, given = half if kind == "irfft" else lengths, half if kind == "rfft" else lengths
-    results = check_out_sizes(out_sizes, out, given[out], members)
-    tell_apart(f"{layout_of(tensor, shard)} along {lengths}, {norm}, {shard} in {shards} to {out} in {results}")
-    if members.size == 1 and tensor.numel():  # torch fails on a batch of nothing
-        whole: torch.Tensor = getattr(torch.fft, name)(tensor, list(lengths.values()), dims, norm)
-        return whole
-    tensor, shards = cut_shards(tensor, shard, shards, taken[shard], members.rank)
-    for one in dims:
-        if one != shard:
-            tensor = fit(tensor, one, taken[one])
-    return execute(tensor, Plan(kind, dims, lengths, shard, tuple(shards), out, tuple(results), norm, members))
+    return transform_shard(kind, name, tensor, dims, wanted, norm, shard, out, sizes, out_sizes, members)

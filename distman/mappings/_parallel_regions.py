@@ -1,28 +1,19 @@
-"""Into a parallel region and out of it: pairs of operations for models that are split over a group.
-
-They serve computations that are replicated on all ranks outside the region, with one loss that every rank holds: the
-gradients are those of that one loss, not of the sum over ranks that :mod:`distman.collectives` differentiates.
-
-Source:
-    Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019,
-    section 3, operators f and g.
-"""
+"""Pairs of operations, each the other's adjoint for one loss that every rank holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
-from distman._torch_internals import EagerFunction
 from distman.collectives import (
-    AllGather,
     GroupLike,
     all_reduce_sum,
     check_call,
+    join_shards,
+    linear,
     normalize_dim,
     resolve_group,
     shard_sizes,
@@ -56,8 +47,7 @@ def copy_to_parallel_region(input: torch.Tensor, group: GroupLike = None) -> tor
     """
     members = resolve_group(group)
     input = check_call("copy_to_parallel_region", input, members, name="input", is_local=True)
-    output: torch.Tensor = _Copy.apply(input, members)
-    return output
+    return linear(input, _copy, _sum, members)
 
 
 @collective
@@ -88,8 +78,7 @@ def reduce_from_parallel_region(input: torch.Tensor, group: GroupLike = None) ->
     """
     members = resolve_group(group)
     input = check_call("reduce_from_parallel_region", input, members, name="input")
-    output: torch.Tensor = _Reduce.apply(input, members)
-    return output
+    return linear(input, _sum, _copy, members)
 
 
 @collective
@@ -126,8 +115,7 @@ def scatter_region(
     members = resolve_group(group)
     input = check_call("scatter_to_parallel_region", input, members, name="input", is_local=True, dim=dim)
     dim = normalize_dim(dim, input.ndim)
-    output: torch.Tensor = _Scatter.apply(input, split(input.shape[dim], members.size), dim, members)
-    return output
+    return linear(input, _take_slice, _join, split(input.shape[dim], members.size), dim, members)
 
 
 @collective
@@ -172,52 +160,21 @@ def gather_from_parallel_region(
         shapes=shapes,
     )
     input, sizes, dim = shard_sizes("gather_from_parallel_region", input, shapes, dim, members)
-    output: torch.Tensor = _Gather.apply(input, sizes, dim, members)
-    return output
+    return linear(input, _join, _take_slice, sizes, dim, members)
 
 
-class _Copy(EagerFunction):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.arguments = (group,)
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _Reduce.apply(grad, *ctx.arguments), None
+def _copy(tensor: torch.Tensor, _: Group) -> torch.Tensor:
+    return tensor
 
 
-class _Reduce(EagerFunction):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.arguments = (group,)
-        return all_reduce_sum(tensor, group, use_fp32=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        # A view would let two gradients share memory: autograd keeps a gradient that nobody else holds as it is.
-        return _Copy.apply(grad, *ctx.arguments) if torch.is_grad_enabled() else grad, None
+def _sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    return all_reduce_sum(tensor, group, use_fp32=True)
 
 
-class _Scatter(EagerFunction):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
-        ctx.arguments = sizes, dim, group
-        part: torch.Tensor = tensor.split(sizes, dim)[group.rank]
-        return part.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _Gather.apply(grad, *ctx.arguments), None, None, None
+def _take_slice(tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
+    part: torch.Tensor = tensor.split(sizes, dim)[group.rank]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
-class _Gather(EagerFunction):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
-        ctx.arguments = sizes, dim, group
-        full: torch.Tensor = AllGather.apply(tensor, sizes, dim, True, group)
-        return full
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _Scatter.apply(grad, *ctx.arguments), None, None, None
+def _join(tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
+    return join_shards(tensor, sizes, dim, True, group)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distman._job.groups.registry import Group
 from distman._torch_internals import forward_pre_hooks, is_distributed_tensor, own_parameters
-from distman.collectives import AllReduceSum, GroupLike, resolve_group
+from distman.collectives import GroupLike, all_reduce_sum, linear, resolve_group
 from distman.errors import DistmanError
 
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the mark that sums each parameter's gradients, and its hook
@@ -164,8 +164,7 @@ class SharedMark:
     def _sum(self, grad: torch.Tensor) -> torch.Tensor:
         name = self._group if isinstance(self._group, str) else self._group.name
         group = resolve_group(name) if name else self._group  # of a new job, the group of that name
-        total: torch.Tensor = AllReduceSum.apply(grad, group, self._use_fp32)
-        return total
+        return linear(grad, all_reduce_sum, all_reduce_sum, group, self._use_fp32)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedMark:
         """The mark of a copied module, which has met no parameters yet."""
