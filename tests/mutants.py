@@ -109,16 +109,16 @@ MUTANTS = (
         ("piece.resolve_conj().resolve_neg().contiguous()", "piece.resolve_neg().contiguous()"),
     ),
     *_mutants(
-        "collectives/_exchange.py",
+        "collectives/_sums.py",
         "collectives/test_reduce_scatter.py collectives/test_all_gather.py",
-        ("torch.add(piece, second, out=", "torch.sub(piece, second, out="),
+        ("torch.add(self._own.to(self._dtype), piece, out=", "torch.sub(self._own.to(self._dtype), piece, out="),
         ("return total.to(self._own.dtype)", "return total"),
     ),
     *_mutants("collectives/_gather.py", "collectives/test_scatter.py", ("if needs_grad:", "if not needs_grad:")),
     *_mutants(
         "collectives/_all_reduce.py",
         "test_mappings.py",
-        ("if use_fp32 and dtype in _IN_FLOAT32:", "if not use_fp32 and dtype in _IN_FLOAT32:"),
+        ("if use_fp32 and dtype in HALVES:", "if not use_fp32 and dtype in HALVES:"),
     ),
     *_mutants(
         "fft/_blocks.py",

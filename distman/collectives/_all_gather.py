@@ -14,6 +14,7 @@ from distman.collectives._border import still_carried
 from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of
 from distman.collectives._linear import linear
 from distman.collectives._result_memory import new_empty
+from distman.collectives._sums import HALVES
 from distman.collectives._transport import carried
 from distman.collectives._validation import (
     GroupLike,
@@ -136,7 +137,7 @@ def join_shards(tensor: torch.Tensor, sizes: list[int], dim: int, _: bool, group
 def sum_slices(tensor: torch.Tensor, sizes: list[int], dim: int, use_fp32: bool, group: Group) -> torch.Tensor:
     tensor = still_carried(tensor, group)
     what = f"reduce_scatter {layout_of(tensor)} dim {dim} sizes {sizes} use_fp32 {use_fp32}"
-    is_widened = use_fp32 and tensor.dtype in (torch.float16, torch.bfloat16)  # after it was sent as it is
+    is_widened = use_fp32 and tensor.dtype in HALVES  # after it was sent as it is
     if min(sizes) == max(sizes) and not is_widened:
         part = _reduce_evenly(tensor, dim, group, what)
         if part is not None:

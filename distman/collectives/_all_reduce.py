@@ -10,9 +10,9 @@ from distman._job.groups.registry import Group, process_group_of
 from distman.collectives._border import still_carried
 from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of
 from distman.collectives._result_memory import new_empty
+from distman.collectives._sums import HALVES
 from distman.topology import split_sizes
 
-_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 _MAX_BYTES_AT_ONCE = 2**20  # to all other ranks; above that it pays to send each its part of the sum first
 _IN_INT32 = (torch.int16, torch.bool)  # no backend adds them up; a sum of truths is whether one is true
 
@@ -22,7 +22,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group, use_fp32: bool) -> torch.
     """Return the sum over a group as a new tensor; the terms are of one shape and dtype, and are not changed."""
     tensor = still_carried(tensor, group)
     dtype = tensor.dtype
-    if use_fp32 and dtype in _IN_FLOAT32:
+    if use_fp32 and dtype in HALVES:
         dtype = torch.float32
     elif dtype in _IN_INT32:
         dtype = torch.int32

@@ -14,6 +14,7 @@ from distman.collectives._debug import tell_apart
 from distman.collectives._exchange import exchange, layout_of
 from distman.collectives._linear import linear
 from distman.collectives._result_memory import new_empty
+from distman.collectives._sums import HALVES
 from distman.collectives._validation import (
     GroupLike,
     check_call,
@@ -126,7 +127,7 @@ def indexed_all_to_all_v(
                 f"indices must be between 0 and {tensor.shape[dim] - 1} along dim {dim}, got {low} to {high}. Index "
                 "into this rank's own tensor."
             )
-    adds_in_fp32 = use_fp32 and tensor.requires_grad and tensor.dtype in (torch.float16, torch.bfloat16)
+    adds_in_fp32 = use_fp32 and tensor.requires_grad and tensor.dtype in HALVES
     source = tensor.to(torch.float32) if adds_in_fp32 else tensor
     chosen = source.index_select(dim, index.long()).to(tensor.dtype)
     return _send_slices(chosen, matrix, dim, members)

@@ -15,6 +15,7 @@ import torch
 
 from distman._job.groups.registry import Group, process_group_of
 from distman._torch_internals import close_with
+from distman.collectives._sums import SumInRankOrder
 from distman.collectives._transport import _segments
 from distman.collectives._transport._backend import Batch, Pieces, RoomFor, Transport, packed
 from distman.collectives._transport._connections import IN_SEGMENT, PIECE, WAS_READ, Connections, Frame, Message
@@ -77,14 +78,11 @@ class HostTransport(Transport):
 
 
 def _sum(batch: HostBatch, message: torch.Tensor, group: Group) -> torch.Tensor:
-    terms = {group.rank: message}
+    total = SumInRankOrder(message, group.rank)
     for rank in range(group.size):
         if rank != group.rank:
-            batch.take(rank, partial(terms.__setitem__, rank))
-    total = terms[0] + terms[1]
-    for rank in range(2, group.size):
-        total += terms[rank]
-    return total
+            batch.take(rank, partial(total.add, rank))
+    return total.result()
 
 
 class HostBatch(Batch):
