@@ -206,22 +206,24 @@ def _send_slices(tensor: torch.Tensor, sizes: list[list[int]], dim: int, group: 
 Parts = tuple[int, list[int]]  # a dim, and a length along it for each rank
 
 
-def reshard(tensor: torch.Tensor, outgoing: Parts, incoming: Parts, group: Group) -> torch.Tensor:
+def reshard(
+    tensor: torch.Tensor, outgoing: Parts, incoming: Parts, group: Group, what: str = "all_to_all"
+) -> torch.Tensor:
     """Split a tensor along one dim over the ranks, and join what comes along another; differentiable."""
-    return linear(tensor, _there, _back, outgoing, incoming, group)
+    return linear(tensor, _there, _back, outgoing, incoming, group, what)
 
 
-def _there(tensor: torch.Tensor, outgoing: Parts, incoming: Parts, group: Group) -> torch.Tensor:
+def _there(tensor: torch.Tensor, outgoing: Parts, incoming: Parts, group: Group, what: str) -> torch.Tensor:
     tensor = still_carried(tensor, group)
     (split_dim, sent), (join_dim, received) = outgoing, incoming
     shape = list(tensor.shape)
     shape[split_dim] = sent[group.rank]
     shape[join_dim] = sum(received)
     joined = new_empty(tensor, shape)
-    what = f"all_to_all {layout_of(tensor, split_dim, join_dim)} from dim {split_dim} to dim {join_dim}"
+    what = f"{what} {layout_of(tensor, split_dim, join_dim)} from dim {split_dim} to dim {join_dim}"
     exchange(tensor.split(sent, split_dim), joined.split(received, join_dim), group, what)
     return joined
 
 
-def _back(tensor: torch.Tensor, outgoing: Parts, incoming: Parts, group: Group) -> torch.Tensor:
-    return _there(tensor, incoming, outgoing, group)
+def _back(tensor: torch.Tensor, outgoing: Parts, incoming: Parts, group: Group, what: str) -> torch.Tensor:
+    return _there(tensor, incoming, outgoing, group, what)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from distman._coordination.wait_scope import collective
-from distman._job.groups.registry import Group
-from distman._torch_internals import EagerFunction, traced_by, untraced
+from distman._torch_internals import traced_by, untraced
 from distman.collectives import _debug
+from distman.collectives._all_to_all import reshard
 from distman.collectives._border import DTYPES, MAX_NDIM, REFUSED, carried, raise_refusals, refusal_text, still_carried
-from distman.collectives._exchange import all_gather_texts, broadcast_numbers, exchange, layout_of
-from distman.collectives._linear import linear
-from distman.collectives._result_memory import new_empty
+from distman.collectives._exchange import all_gather_texts, broadcast_numbers
 from distman.collectives._validation import (
     GroupLike,
     check_call,
@@ -65,7 +62,9 @@ def gather_v(
     )
     check_member("dst", dst, members)
     tensor, lengths, dim = shard_sizes("gather_v", tensor, sizes, dim, members)
-    return linear(tensor, _gather, _scatter, lengths, dim, dst, members)
+    to_dst = [tensor.shape[dim] if rank == dst else 0 for rank in range(members.size)]
+    from_all = lengths if members.rank == dst else [0] * members.size
+    return reshard(tensor, (dim, to_dst), (dim, from_all), members, f"gather sizes {lengths} dst {dst}")
 
 
 @collective
@@ -127,60 +126,17 @@ def scatter_v(
         full = still_carried(torch.empty(shape[:ndim], dtype=DTYPES[dtype], device=device), members, "tensor")
         if needs_grad:
             full = _onto_graph(full, tensor)
-    return linear(full, _scatter, _gather, sizes, axis, src, members)
-
-
-def _gather(tensor: torch.Tensor, sizes: list[int], dim: int, dst: int, group: Group) -> torch.Tensor:
-    tensor = still_carried(tensor, group)
-    shape = list(tensor.shape)
-    shape[dim] = sum(sizes) if group.rank == dst else 0
-    full = new_empty(tensor, shape)
-    nothing = tensor.narrow(dim, 0, 0)
-    sends = [tensor if rank == dst else nothing for rank in range(group.size)]
-    receives = full.split(sizes, dim) if group.rank == dst else [full] * group.size
-    what = f"gather {layout_of(tensor, dim)} dim {dim} sizes {sizes} dst {dst}"
-    exchange(sends, receives, group, what)
-    return full
-
-
-def _scatter(tensor: torch.Tensor, sizes: list[int], dim: int, src: int, group: Group) -> torch.Tensor:
-    """Hand out the slices of the full tensor of ``src``; empty ones elsewhere say shape and dtype."""
-    tensor = still_carried(tensor, group)
-    shape = list(tensor.shape)
-    shape[dim] = sizes[group.rank]
-    part = new_empty(tensor, shape)
-    nothing = tensor.narrow(dim, 0, 0)
-    sends = tensor.split(sizes, dim) if group.rank == src else [nothing] * group.size
-    receives = [part if rank == src else part.narrow(dim, 0, 0) for rank in range(group.size)]
-    what = f"scatter {layout_of(tensor, dim)} dim {dim} sizes {sizes} src {src}"
-    exchange(sends, receives, group, what)
-    return part
-
-
-class _Receiver(EagerFunction):
-    """An empty tensor in the place of what a rank that only receives has passed, whose gradient is then zero.
-
-    It keeps nothing for the backward pass: the source keeps nothing either, and under activation checkpointing a rank
-    repeats its forward pass when it needs what it kept.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-        ctx.like = given.shape, given.dtype, given.device
-        return empty
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        shape, dtype, device = ctx.like
-        return torch.zeros(shape, dtype=dtype, device=device), None
+    to_all = sizes if members.rank == src else [0] * members.size
+    from_src = [sizes[members.rank] if rank == src else 0 for rank in range(members.size)]
+    return reshard(full, (axis, to_all), (axis, from_src), members, f"scatter sizes {sizes} src {src}")
 
 
 def _onto_graph(empty: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
     """Return the empty tensor as one that requires a gradient, and gives what was passed here one of zeros."""
     if given is None or not given.requires_grad:
         return empty.requires_grad_()
-    full: torch.Tensor = _Receiver.apply(given, empty)
-    return full
+    nothing = given.real[None][:0]  # no operation here keeps anything: a checkpointed rank repeats what kept something
+    return nothing.to(empty.dtype).reshape(empty.shape)
 
 
 def _describe(tensor: torch.Tensor | None, sizes: list[int], dim: int) -> list[int]:
