@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from distman._coordination.tracking import check_all_run_here
 from distman._coordination.wait_scope import collective
@@ -14,7 +15,7 @@ from distman.collectives._border import still_carried
 from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of
 from distman.collectives._linear import linear
 from distman.collectives._result_memory import new_empty
-from distman.collectives._sums import HALVES
+from distman.collectives._sums import HALVES, NOT_ADDED
 from distman.collectives._transport import carried
 from distman.collectives._validation import (
     GroupLike,
@@ -122,58 +123,48 @@ def reduce_scatter_v(
     return linear(tensor, sum_slices, join_shards, sizes, dim, use_fp32, members)
 
 
+@collective
 def join_shards(tensor: torch.Tensor, sizes: list[int], dim: int, _: bool, group: Group) -> torch.Tensor:
     tensor = still_carried(tensor, group)
     shape = list(tensor.shape)
     shape[dim] = sum(sizes)
-    what = f"all_gather {layout_of(tensor, dim)} dim {dim} sizes {sizes}"
     full = new_empty(tensor, shape)
-    if min(sizes) == max(sizes) and _gather_evenly(tensor, full, dim, group, what):
+    what = f"all_gather {layout_of(tensor, dim)} dim {dim} sizes {sizes}"
+    backend = _backend_for(tensor, sizes, group, what)
+    if backend is None:
+        exchange([tensor] * group.size, full.split(sizes, dim), group, what)
         return full
-    exchange([tensor] * group.size, full.split(sizes, dim), group, what)
+    mine = tensor.resolve_conj().resolve_neg().contiguous()
+    parts = full if dim == 0 else mine.new_empty(group.size, *mine.shape)
+    all_gather_single(carried(parts), carried(mine), group=backend)
+    if dim != 0:
+        full.unflatten(dim, (group.size, -1)).copy_(parts.movedim(0, dim))
     return full
 
 
+@collective
 def sum_slices(tensor: torch.Tensor, sizes: list[int], dim: int, use_fp32: bool, group: Group) -> torch.Tensor:
     tensor = still_carried(tensor, group)
     what = f"reduce_scatter {layout_of(tensor)} dim {dim} sizes {sizes} use_fp32 {use_fp32}"
-    is_widened = use_fp32 and tensor.dtype in HALVES  # after it was sent as it is
-    if min(sizes) == max(sizes) and not is_widened:
-        part = _reduce_evenly(tensor, dim, group, what)
-        if part is not None:
-            return part
-    return exchange_and_add(tensor.split(sizes, dim), group, what, use_fp32=use_fp32)
+    is_added_here = tensor.dtype in NOT_ADDED or (use_fp32 and tensor.dtype in HALVES)  # after it was sent as it is
+    backend = None if is_added_here else _backend_for(tensor, sizes, group, what)
+    if backend is None:
+        return exchange_and_add(tensor.split(sizes, dim), group, what, use_fp32=use_fp32)
+    parts = torch.stack(tensor.resolve_conj().resolve_neg().chunk(group.size, dim)).contiguous()
+    mine = torch.empty_like(parts[0])
+    reduce_scatter_single(carried(mine), carried(parts), group=backend)
+    return mine
 
 
-# Shards of one length on all ranks: one operation of the backend, which is faster than messages on GPUs.
+def _backend_for(tensor: torch.Tensor, sizes: Sequence[int], group: Group, what: str) -> dist.ProcessGroup | None:
+    """Announce the one operation of a backend that moves shards of one length faster on GPUs, and return the backend.
 
-
-@collective
-def _gather_evenly(tensor: torch.Tensor, full: torch.Tensor, dim: int, group: Group, what: str) -> bool:
-    """Put the equal shards of all ranks together in ``full``; return False where :func:`exchange` is to do it."""
-    pg = process_group_of(group)
-    if pg is None or not tensor.numel() or not collects_batches(pg, tensor.device):
-        return False
-    check_all_run_here(group.ranks, "the backward pass of a collective")
-    announce(group, what)
-    mine = tensor.resolve_conj().resolve_neg().contiguous()
-    parts = full if dim == 0 else mine.new_empty(group.size, *mine.shape)
-    all_gather_single(carried(parts), carried(mine), group=pg)
-    if dim != 0:
-        full.unflatten(dim, (group.size, -1)).copy_(parts.movedim(0, dim))
-    return True
-
-
-@collective
-def _reduce_evenly(tensor: torch.Tensor, dim: int, group: Group, what: str) -> torch.Tensor | None:
-    """Return this rank's slice of the sum of the ranks' tensors; None where :func:`exchange` is to move them."""
-    pg = process_group_of(group)
-    is_summed = tensor.dtype not in (torch.int16, torch.bool)  # by no backend
-    if pg is None or not is_summed or not tensor.numel() or not collects_batches(pg, tensor.device):
+    None where :func:`exchange` is to move them.
+    """
+    backend = process_group_of(group)
+    is_even = min(sizes) == max(sizes) and tensor.numel()
+    if backend is None or not is_even or not collects_batches(backend, tensor.device):
         return None
     check_all_run_here(group.ranks, "the backward pass of a collective")
     announce(group, what)
-    parts = torch.stack(tensor.resolve_conj().resolve_neg().chunk(group.size, dim)).contiguous()
-    mine = torch.empty_like(parts[0])
-    reduce_scatter_single(carried(mine), carried(parts), group=pg)
-    return mine
+    return backend

@@ -10,11 +10,10 @@ from distman._job.groups.registry import Group, process_group_of
 from distman.collectives._border import still_carried
 from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of
 from distman.collectives._result_memory import new_empty
-from distman.collectives._sums import HALVES
+from distman.collectives._sums import HALVES, NOT_ADDED
 from distman.topology import split_sizes
 
 _MAX_BYTES_AT_ONCE = 2**20  # to all other ranks; above that it pays to send each its part of the sum first
-_IN_INT32 = (torch.int16, torch.bool)  # no backend adds them up; a sum of truths is whether one is true
 
 
 @collective
@@ -24,8 +23,8 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group, use_fp32: bool) -> torch.
     dtype = tensor.dtype
     if use_fp32 and dtype in HALVES:
         dtype = torch.float32
-    elif dtype in _IN_INT32:
-        dtype = torch.int32
+    elif dtype in NOT_ADDED:
+        dtype = torch.int32  # a sum of truths is whether one is true
     term = tensor.detach().to(dtype).contiguous()
     total = term.clone() if group.size == 1 else sum_in_rank_order(term, group)
     return total.to(tensor.dtype).view(tensor.shape).detach()  # no view, so that it may be changed in place

@@ -8,6 +8,8 @@ from distman.collectives._result_memory import new_empty
 
 HALVES = (torch.float16, torch.bfloat16)
 """What ``use_fp32`` adds up in float32."""
+NOT_ADDED = (torch.int16, torch.bool)
+"""What no backend adds up."""
 
 
 class SumInRankOrder:
