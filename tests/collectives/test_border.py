@@ -223,7 +223,7 @@ def refuse_and_go_on(rank, world_size, who, kind, name):
 
 
 @pytest.mark.parametrize("seed", range(10))
-@ranks(2, 3, manager=False)
+@ranks(3, manager=False)
 def test_what_is_refused_on_one_rank_is_refused_on_all_and_the_group_stays_good(monkeypatch, rank, world_size, seed):
     watch(monkeypatch)
     draw = random.Random(seed)  # noqa: S311 - no secret
@@ -260,7 +260,7 @@ def awaited_in_graph(tensor):
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-@ranks(2, 3)
+@ranks(2)
 def test_a_tensor_that_is_still_computed_is_waited_for_and_used(rank, world_size, name):
     call = DIFFERENTIABLE[name]
     value = torch.linspace(0, 1, 16).reshape(4, 4)

@@ -39,10 +39,6 @@ def spectral(name):
     return call
 
 
-def back_again(there, back):
-    return lambda x, _: getattr(fft, back)(getattr(fft, there)(x))
-
-
 def marked(x, _):
     layer = torch.nn.Linear(4, 4, bias=False)
     with torch.no_grad():
@@ -53,44 +49,35 @@ def marked(x, _):
     return result
 
 
-# Each takes a tensor of 4 x 4 that requires a gradient and the number of ranks, and returns a tensor.
+# Each takes a tensor of 4 x 4 that requires a gradient and the number of ranks, and returns a tensor. Others are kept
+# out of graphs by what these have, too.
 CALLS = {
     "all_gather_v": lambda x, _: collectives.all_gather_v(x),
     "gather_v": lambda x, _: collectives.gather_v(x),
     "scatter_v": lambda x, size: collectives.scatter_v(x, halves(size)),
     "reduce_scatter_v": lambda x, size: collectives.reduce_scatter_v(x, halves(size)),
-    "all_to_all_v": lambda x, size: collectives.all_to_all_v(x, [halves(size)] * size),
-    "indexed_all_to_all_v": lambda x, size: collectives.indexed_all_to_all_v(
-        x, [torch.tensor([0, 3])] * size, [[2] * size] * size
-    ),
-    "distributed_transpose": lambda x, _: collectives.distributed_transpose(x, 0, 1),
     "fused_all_reduce": lambda x, _: collectives.fused_all_reduce({"a": x})["a"],
     "broadcast_data": lambda x, _: x * collectives.broadcast_data(x.detach().sum()),
     "broadcast_if_ddp": lambda x, _: x * collectives.broadcast_if_ddp(x.detach().sum()),
-    "gather_objects": lambda x, _: x * (collectives.gather_objects(2.0, dst=0) or [3.0])[0],
     "all_gather_objects": lambda x, _: x * sum(collectives.all_gather_objects(x.detach().sum())),
     "copy_to_parallel_region": lambda x, _: mappings.copy_to_parallel_region(x),
-    "reduce_from_parallel_region": lambda x, _: mappings.reduce_from_parallel_region(x),
     "scatter_to_parallel_region": lambda x, _: mappings.scatter_to_parallel_region(x),
-    "gather_from_parallel_region": lambda x, _: mappings.gather_from_parallel_region(x),
-    "mark_module_as_shared": marked,
-    "unmark_module_as_shared": marked,
+    "mark_module_as_shared, unmark_module_as_shared": marked,
     "aggregate_metrics": lambda x, _: x * metrics.aggregate_metrics({"a": x.sum(), "b": 1.0})["a"],
-    "aggregate_loss": lambda x, _: x * metrics.aggregate_loss(x.sum()),
-    "reduce_loss": lambda x, _: x * (metrics.reduce_loss(x.sum()) or 1.0),
-    "irfft": back_again("rfft", "irfft"),
-    "irfft2": back_again("rfft2", "irfft2"),
-    "irfftn": back_again("rfftn", "irfftn"),
-    "ihfft": spectral("ihfft"),
-    **{name: spectral(name) for name in ("fft", "ifft", "rfft", "hfft", "fft2", "ifft2", "rfft2")},
-    **{name: spectral(name) for name in ("fftn", "ifftn", "rfftn")},
+    "irfft2": lambda x, _: fft.irfft2(fft.rfft2(x)),
+    **{name: spectral(name) for name in ("fft", "rfftn", "hfft")},
 }
+NAMES = {name for names in CALLS for name in names.split(", ")}
+OFTEN = ("all_gather_v", "fused_all_reduce", "mark_module_as_shared, unmark_module_as_shared")
 
 
-def test_every_public_function_is_here():
-    modules = (collectives, mappings, metrics, fft)
-    public = {name for module in modules for name in module.__all__ if inspect.isfunction(getattr(module, name))}
-    assert public == set(CALLS)
+def test_every_other_public_function_is_kept_out_in_the_same_way():
+    public = {
+        name: getattr(module, name) for module in (collectives, mappings, metrics, fft) for name in module.__all__
+    }
+    functions = {name: one for name, one in public.items() if inspect.isfunction(one)}
+    assert functions.keys() > NAMES
+    assert [name for name in functions.keys() - NAMES if not functions[name]._torchdynamo_disable] == []
 
 
 def around(call, size):
@@ -105,27 +92,27 @@ def gradient(function, rank, step):
     return loss.detach(), x.grad
 
 
-@pytest.mark.parametrize("compiler", BACKENDS)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "compiler"), [(name, "aot_eager") for name in CALLS] + [(name, "eager") for name in OFTEN]
+)
 @ranks(2)
 def test_a_call_within_a_compiled_function(rank, world_size, name, compiler):
     torch.manual_seed(0)
     plain = around(CALLS[name], world_size)
     compiled = torch.compile(plain, backend=compiler)
-    for step in range(3):
+    for step in range(2):
         torch.testing.assert_close(gradient(compiled, rank, step), gradient(plain, rank, step))
 
 
-@pytest.mark.parametrize("compiler", BACKENDS)
 @ranks(2)
-def test_a_backward_pass_within_a_compiled_function(rank, compiler):
+def test_a_backward_pass_within_a_compiled_function(rank):
     def step(x):
         mine = x.sin().detach().requires_grad_()
         (collectives.all_gather_v(mine, [4, 4]) * (rank + 1)).cos().sum().backward()
         return mine.grad * 2
 
     x = torch.linspace(0, 1, 4) + rank
-    torch.testing.assert_close(torch.compile(step, backend=compiler)(x), step(x))
+    torch.testing.assert_close(torch.compile(step, backend="aot_eager")(x), step(x))
 
 
 class Model(torch.nn.Module):
@@ -150,15 +137,14 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("compiler", BACKENDS)
 @pytest.mark.parametrize(
     "name",
     # With gloo of torch 2.8, FSDP2 by itself adds gradients where it should take their mean.
     [pytest.param(name, marks=[pytest.mark.torch("2.9")] * name.startswith("FSDP2")) for name in WRAPPED],
 )
 @ranks(2)
-def test_a_model_that_is_compiled_and_parallel(rank, name, compiler):
-    model = WRAPPED[name](compiler)
+def test_a_model_that_is_compiled_and_parallel(rank, name):
+    model = WRAPPED[name]("aot_eager")
     plain = Model()
     for step in range(2):
         x = torch.linspace(0, 1, 8).reshape(2, 4) + rank + step

@@ -80,7 +80,7 @@ def assert_equal(found, expected):
     assert torch.equal(found["nested"][0][0].weights, torch.ones(LARGE))
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 3)
 def test_broadcast_to_receivers_that_know_nothing(rank, world_size):
     src = world_size - 1
     other = [None, {"big": torch.ones(1, dtype=torch.int8)}, "text"][rank % 3]
@@ -93,10 +93,10 @@ def test_the_source_keeps_its_object(rank):
     assert (broadcast_data(mine, src=rank * 0) is mine) == (rank == 0)
 
 
-@pytest.mark.parametrize("plain", [None, 0, "text", b"", (), {"a": [1]}])
 @ranks(2)
-def test_plain_objects(rank, plain):
-    assert broadcast_data(plain if rank == 0 else object()) == plain
+def test_plain_objects(rank):
+    for plain in (None, 0, "text", b"", (), {"a": [1]}):
+        assert broadcast_data(plain if rank == 0 else object()) == plain
 
 
 @ranks(2)
@@ -189,7 +189,7 @@ def test_what_the_script_defines_arrives_as_the_receivers_own(monkeypatch, rank)
 
 
 @pytest.mark.parametrize("share", [broadcast, gather, all_gather])
-@ranks(2, 3)
+@ranks(3)
 def test_what_the_script_of_another_rank_lacks_is_copied(monkeypatch, rank, share):
     script = run_as_script(monkeypatch, SCRIPT if rank == 0 else "", rank)
     made = [script.Split([0, 1, 2, 3]), script.doubled, torch.ones(LARGE)] if rank == 0 else None
@@ -205,7 +205,7 @@ def test_what_the_script_of_another_rank_lacks_is_copied(monkeypatch, rank, shar
 
 
 @pytest.mark.parametrize("share", [broadcast, gather, all_gather])
-@ranks(2, 3)
+@ranks(3)
 def test_what_cannot_be_pickled_is_one_error_on_all(rank, share):
     with pytest.raises((TypeError, RankFailedError), match="cannot pickle 'generator' object") as caught:
         share((number for number in (1, 2)), rank)

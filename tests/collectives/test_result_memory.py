@@ -6,8 +6,6 @@ import mmap
 import os
 import random
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +15,8 @@ import torch
 from distman.collectives import _result_memory, all_gather_v, reduce_scatter_v
 from distman.collectives._result_memory import new_empty
 from distman.testing import ranks
+from tests.launch.preloaded import PYTHON
+from tests.launch.processes import launch
 
 LARGE = 2**25  # bytes: glibc gives what is larger back to the system at once
 LIKE = torch.empty(0, dtype=torch.uint8)
@@ -112,8 +112,7 @@ except RuntimeError as error:
 
 
 def test_torch_says_that_memory_is_out():
-    finished = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, check=True)
-    assert "allocate memory" in finished.stdout
+    assert "allocate memory" in launch([PYTHON, "-c", WITHOUT_MEMORY]).stdout
 
 
 def test_a_forked_child_has_a_copy():
@@ -177,6 +176,7 @@ def test_threads_that_make_and_drop_results_share_none(monkeypatch):
     assert not wrong
 
 
+@pytest.mark.gloo_only("the memory of results does not depend on the backend")
 @ranks(2)
 def test_results_of_collectives_are_new_tensors_that_may_be_changed(rank):
     rows = LARGE // 4 // 1024

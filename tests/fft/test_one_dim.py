@@ -57,7 +57,7 @@ def check_against_one_process(kind, full, n, dim, norm, rank, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 def test_draws_equal_one_process(rank, world_size, kind):
     source = random.Random(f"{kind} {world_size}")  # noqa: S311 - no secret
     for draw in range(NUM_DRAWS):

@@ -72,7 +72,7 @@ def test_forward_and_backward_send_what_is_promised(
         ((LENGTH * LENGTH,), 0, 0, 0, 2),  # to one rank, and back
     ],
 )
-@ranks(3, 4)
+@ranks(3)
 def test_one_dim_sends_what_is_promised(monkeypatch, rank, world_size, shape, dim, shard_dim, out_dim, times):
     sent = count_bytes(monkeypatch)
     mine = torch.ones(shape, dtype=torch.complex64).chunk(world_size, shard_dim)[rank].clone().requires_grad_()

@@ -51,7 +51,7 @@ LIMIT = 60.0
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 DTYPES_WITHOUT_GRADIENT = [torch.bool, torch.uint8, torch.int16, torch.int64]
 LARGE = THRESHOLD // 4  # float32 numbers of the smallest piece that goes through memory
-MANY = 2000  # messages of one sum each: more than have room
+MANY = 400  # messages of one sum each, of 4 kB: more than have room
 
 
 def connections_of(name=None):
@@ -178,7 +178,7 @@ def forward_and_backward(operation, tensor):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@ranks(2, 3, 4)
+@ranks(2, 3)
 def test_both_ways_give_the_same_bits(monkeypatch, rank, world_size, seed):
     draw = random.Random(seed)  # noqa: S311 - not for secrets
     sizes = [draw.randrange(1, 9) * draw.randrange(1, 30) for _ in range(world_size)]
@@ -195,8 +195,8 @@ def test_both_ways_give_the_same_bits(monkeypatch, rank, world_size, seed):
     assert is_used()
 
 
-@pytest.mark.parametrize("name", ["fft2", "rfft2", "ifft2"])
-@ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["fft2", "rfft2"])
+@ranks(2, 3)
 def test_transforms_give_the_same_bits(monkeypatch, rank, world_size, name):
     dtype = torch.float32 if name == "rfft2" else torch.complex64
     tensor = random_tensor(split_sizes(37, world_size)[rank], 22, dtype=dtype, seed=rank)
@@ -231,7 +231,7 @@ def test_pieces_of_one_element_of_any_stride(monkeypatch, rank, wanted):
         assert [bool(piece.item()) for piece in receives] == [False, True]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @ranks(2, 3, 4)
 def test_pieces_of_all_sizes_in_any_mixture(rank, world_size, seed):
     """Below and above what a socket takes at once and what goes through a segment, with and without memory."""
@@ -251,7 +251,7 @@ def test_pieces_of_all_sizes_in_any_mixture(rank, world_size, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@ranks(2, 3, 4)
+@ranks(2, 3)
 def test_transforms_though_some_have_no_memory(monkeypatch, rank, world_size, seed):
     """Their blocks are computed into the memory, if there is some, before anybody is told."""
     draw = random.Random(seed)  # noqa: S311 - not for secrets
@@ -303,11 +303,11 @@ def test_more_than_a_segment_holds(monkeypatch, rank):
         assert all_gather_v(torch.full([size], float(rank)))[::size].tolist() == [0, 1]
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_many_exchanges_need_no_more_memory_nor_descriptors_nor_threads(rank, world_size):
     draw = random.Random(1)  # noqa: S311 - not for secrets
     counts = []
-    for number in range(100):
+    for number in range(40):
         sizes = [LARGE * draw.randrange(1, 40) for _ in range(world_size)]
         full = all_gather_v(torch.full([sizes[rank]], float(number)), sizes)
         assert full.min() == full.max() == number
@@ -339,7 +339,7 @@ def test_groups_that_are_gone_leave_nothing(rank):
         return len(list(Path("/proc/self/fd").iterdir()))
 
     counts = []
-    for number in range(12):
+    for number in range(5):
         manager.create_process_subgroup(f"pair {number}", 2)
         assert all_gather_v(torch.full([LARGE], float(rank)), group=f"pair {number}")[::LARGE].tolist() == [0, 1]
         manager.destroy_group(f"pair {number}")
@@ -385,10 +385,14 @@ def test_a_broadcast_though_a_rank_does_without(monkeypatch, rank, unwilling):
 
 
 @pytest.mark.parametrize("lengths", [[64 * LARGE], [24 * LARGE + 5, 48 * LARGE], [8 * LARGE] * 9], ids=len)
-@pytest.mark.parametrize("op", ["sum", "avg", "max"])
-@ranks(2, 3)
-def test_large_sums_go_through_memory(rank, world_size, op, lengths):
+@ranks(3)
+def test_large_sums_go_through_memory(rank, world_size, lengths):
     terms = [[random_tensor(length, dtype=torch.float32, seed=one) for length in lengths] for one in range(world_size)]
+    for op in ("max", "sum", "avg"):
+        check_large_reduction(rank, world_size, op, terms)
+
+
+def check_large_reduction(rank, world_size, op, terms):
     mine = [term.clone().requires_grad_(op != "max") for term in terms[rank]]
     found = fused_all_reduce(mine, op=op)
     for result, *stacked in zip(found, *terms, strict=True):
@@ -436,7 +440,7 @@ def test_sums_of_which_one_rank_does_without(monkeypatch, rank, world_size):
 
 
 @pytest.mark.parametrize("order", ["as begun", "reversed", "after a blocking one"])
-@ranks(2, 3)
+@ranks(3)
 def test_more_reductions_under_way_than_have_room_are_told_apart(rank, world_size, order):
     begun = [fused_all_reduce(torch.tensor([float(number + rank)]), async_op=True) for number in range(MANY)]
     if order == "after a blocking one":
@@ -462,7 +466,7 @@ def test_full_buffers_block_nobody_while_one_side_waits_elsewhere(rank, first):
 
 @ranks(2)
 def test_a_source_that_runs_ahead_waits_for_its_readers_to_come(rank):
-    for number in range(500):
+    for number in range(300):
         part = scatter_v(torch.full((2, 50), float(number)) if rank == 0 else torch.empty(2, 50), [1, 1], 0)
         assert part.unique().tolist() == [number]
     assert not any(one._queues or one.pending for one in connections_of().links.values())
@@ -534,7 +538,7 @@ MOMENTS = [
 NAMES = [name for _, name in MOMENTS]
 
 
-@pytest.mark.parametrize("name", ["_send", "_post", "take"])
+@pytest.mark.parametrize("name", ["_send", "take"])
 def test_an_error_in_the_middle_ends_the_wait_of_the_others_with_its_cause(name):
     done = launch([PYTHON, "-m", "distman", "run", "-n", "3", SCRIPT, name], timeout=60)
     assert done.returncode == 1
