@@ -153,11 +153,9 @@ def _as_floats(numbers: Mapping[str, _Number]) -> list[float]:
             raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(tensor.shape)}. Take its mean.")
         if tensor.is_complex():
             raise ValueError(f"{name} must be a real number, got {tensor.dtype}. Take its real part.")
-    if not tensors:
-        return [_as_float(name, value) for name, value in numbers.items()]
     device = next((tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"), None)
-    there = [tensor.detach().double().reshape(()).to(device) for tensor in tensors.values()]
-    fetched = dict(zip(tensors, torch.stack(there).tolist(), strict=True))
+    there = [tensor.detach().double().reshape(1).to(device) for tensor in tensors.values()]
+    fetched = dict(zip(tensors, torch.cat(there).tolist() if there else (), strict=True))
     return [fetched[name] if name in fetched else _as_float(name, value) for name, value in numbers.items()]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -35,28 +35,19 @@ from distman.manager import DistributedManager
 T = TypeVar("T")
 
 
-@overload
-def fused_all_reduce(
-    tensors: T,
-    *,
-    op: Any = dist.ReduceOp.SUM,
-    group: GroupLike = None,
-    buffer_dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    async_op: Literal[False] = False,
-) -> T: ...
+class _Options(TypedDict, total=False):
+    op: Any
+    group: GroupLike
+    buffer_dtype: torch.dtype | None
+    device: torch.device | str | None
 
 
 @overload
-def fused_all_reduce(
-    tensors: T,
-    *,
-    op: Any = dist.ReduceOp.SUM,
-    group: GroupLike = None,
-    buffer_dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    async_op: Literal[True],
-) -> tuple[T, FusedWork]: ...
+def fused_all_reduce(tensors: T, *, async_op: Literal[False] = False, **options: Unpack[_Options]) -> T: ...
+
+
+@overload
+def fused_all_reduce(tensors: T, *, async_op: Literal[True], **options: Unpack[_Options]) -> tuple[T, FusedWork]: ...
 
 
 @traceable_collective
@@ -304,13 +295,17 @@ class _FusedAllReduce(EagerFunction):
         ctx.layout, ctx.group = layout, group
         values = _still_carried(values, layout, group)
         results = _launch(layout.pack(values), layout, group)()
-        ctx.mark_non_differentiable(*(result for result in results if not _carries_gradient(result)))
+        ctx.mark_non_differentiable(*(one for one in results if not (one.is_floating_point() or one.is_complex())))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        _check_linear(ctx.layout)
-        return None, None, *_FusedAllReduce.apply(ctx.layout, ctx.group, *grads)
+        layout: Layout = ctx.layout
+        if not layout.is_sum:
+            raise ValueError(
+                f"fused_all_reduce must sum or average to have a gradient, got {layout.operation}. Detach its inputs."
+            )
+        return None, None, *_FusedAllReduce.apply(layout, ctx.group, *grads)
 
 
 def _still_carried(values: tuple[torch.Tensor, ...], layout: Layout, group: Group) -> tuple[torch.Tensor, ...]:
@@ -320,17 +315,6 @@ def _still_carried(values: tuple[torch.Tensor, ...], layout: Layout, group: Grou
         with untraced():
             refuse_in_sum(error, "a backward pass of fused_all_reduce", group)
         raise
-
-
-def _check_linear(layout: Layout) -> None:
-    if not layout.is_sum:
-        raise ValueError(
-            f"fused_all_reduce must sum or average to have a gradient, got {layout.operation}. Detach its inputs."
-        )
-
-
-def _carries_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _reduce_traced(values: Sequence[torch.Tensor], layout: Layout, group: Group) -> list[torch.Tensor]:

@@ -28,8 +28,6 @@ ADJOINT: dict[Kind, Kind] = {"fft": "ifft", "ifft": "fft", "rfft": "irfft", "irf
 DUAL = {"backward": "forward", "forward": "backward", "ortho": "ortho"}  # the norm of the adjoint
 
 TRANSFORMS = {"fft": torch.fft.fftn, "ifft": torch.fft.ifftn, "rfft": torch.fft.rfftn, "irfft": torch.fft.irfftn}
-_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
-_REAL = {value: key for key, value in _COMPLEX.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +55,7 @@ class LocalTransform:
         return lengths
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return {"rfft": _COMPLEX, "irfft": _REAL}.get(self.kind, {}).get(dtype, dtype)
+        return {"rfft": dtype.to_complex(), "irfft": dtype.to_real()}.get(self.kind, dtype)
 
 
 def scale_pairs(half: torch.Tensor, dim: int, length: int, factor: float) -> torch.Tensor:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Unpack
 
-import torch
+from torch import Tensor
 
 from distman.collectives import admitted, normalize_dim, resolve_group
 from distman.fft._arguments import as_length, computable, is_same_dim
 from distman.fft._blocks import Kind
 from distman.fft._call import transform_shard
-from distman.fft._signature import Layout, transform
+from distman.fft._signature import Layout, Length, Norm, transform
 
 
 @transform
-def fft(
-    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+def fft(tensor: Tensor, n: Length = None, dim: int = -1, norm: Norm = None, **layout: Unpack[Layout]) -> Tensor:
     """Transform one dim of a sharded tensor, as :func:`torch.fft.fft` does a full one.
 
     Example on two ranks:
@@ -29,9 +27,7 @@ def fft(
 
 
 @transform
-def ifft(
-    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+def ifft(tensor: Tensor, n: Length = None, dim: int = -1, norm: Norm = None, **layout: Unpack[Layout]) -> Tensor:
     """Undo :func:`fft`, as :func:`torch.fft.ifft` does.
 
     Example on two ranks:
@@ -43,9 +39,7 @@ def ifft(
 
 
 @transform
-def rfft(
-    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+def rfft(tensor: Tensor, n: Length = None, dim: int = -1, norm: Norm = None, **layout: Unpack[Layout]) -> Tensor:
     """Transform real data along one dim to half of their spectrum, as :func:`torch.fft.rfft` does.
 
     Example on two ranks:
@@ -57,9 +51,7 @@ def rfft(
 
 
 @transform
-def irfft(
-    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+def irfft(tensor: Tensor, n: Length = None, dim: int = -1, norm: Norm = None, **layout: Unpack[Layout]) -> Tensor:
     """Transform half of a spectrum along one dim to real data, as :func:`torch.fft.irfft` does: undoes :func:`rfft`.
 
     Example on two ranks:
@@ -71,9 +63,7 @@ def irfft(
 
 
 @transform
-def hfft(
-    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+def hfft(tensor: Tensor, n: Length = None, dim: int = -1, norm: Norm = None, **layout: Unpack[Layout]) -> Tensor:
     """Transform half of a Hermitian signal along one dim to its real spectrum, as :func:`torch.fft.hfft` does.
 
     Example on two ranks:
@@ -85,9 +75,7 @@ def hfft(
 
 
 @transform
-def ihfft(
-    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+def ihfft(tensor: Tensor, n: Length = None, dim: int = -1, norm: Norm = None, **layout: Unpack[Layout]) -> Tensor:
     """Undo :func:`hfft`: transform a real spectrum along one dim to half of its signal, as :func:`torch.fft.ihfft`.
 
     Example on two ranks:
@@ -99,8 +87,8 @@ def ihfft(
 
 
 def _transform(
-    kind: Kind, name: str, tensor: torch.Tensor, n: int | None, dim: int, norm: str | None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+    kind: Kind, name: str, tensor: Tensor, n: Length, dim: int, norm: Norm, **layout: Unpack[Layout]
+) -> Tensor:
     members = resolve_group(layout.get("group"))
     shard_dim, out_dim = layout.get("shard_dim"), layout.get("out_dim")
     sizes, out_sizes = layout.get("sizes"), layout.get("out_sizes")

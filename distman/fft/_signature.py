@@ -13,8 +13,10 @@ from distman.collectives import GroupLike
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Length = int | None
 Lengths = Sequence[int | None] | None
 Dims = Sequence[int] | None
+Norm = str | None
 
 
 class Layout(TypedDict, total=False):
@@ -106,7 +108,7 @@ def transform(func: Callable[P, R]) -> Callable[P, R]:
         for name, annotation in _LAYOUT.items()
     ]
     func.__annotations__ = hints | _LAYOUT
-    func.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # inspect's
+    func.__signature__ = signature.replace(parameters=parameters, return_annotation=hints["return"])  # type: ignore[attr-defined]  # inspect's
     known = {one.name for one in parameters}
 
     @functools.wraps(func)

@@ -6,20 +6,19 @@ from collections.abc import Sequence
 from typing import Unpack
 
 import torch
+from torch import Tensor
 
 from distman.collectives import admitted, resolve_group
 from distman.fft._arguments import as_lengths, check_among, check_dims, computable
 from distman.fft._blocks import Kind
 from distman.fft._call import transform_shard
-from distman.fft._signature import Dims, Layout, Lengths, transform
+from distman.fft._signature import Dims, Layout, Lengths, Norm, transform
 
 _SPATIAL = "spatial_parallel"
 
 
 @transform
-def fftn(
-    tensor: torch.Tensor, s: Lengths = None, dim: Dims = None, norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+def fftn(tensor: Tensor, s: Lengths = None, dim: Dims = None, norm: Norm = None, **layout: Unpack[Layout]) -> Tensor:
     """Transform a tensor that is sharded along one of the transformed dims, as :func:`torch.fft.fftn` does a full one.
 
     Example on two ranks:
@@ -34,9 +33,7 @@ def fftn(
 
 
 @transform
-def ifftn(
-    tensor: torch.Tensor, s: Lengths = None, dim: Dims = None, norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+def ifftn(tensor: Tensor, s: Lengths = None, dim: Dims = None, norm: Norm = None, **layout: Unpack[Layout]) -> Tensor:
     """Undo :func:`fftn`, as :func:`torch.fft.ifftn` does.
 
     Example on two ranks:
@@ -48,9 +45,7 @@ def ifftn(
 
 
 @transform
-def rfftn(
-    tensor: torch.Tensor, s: Lengths = None, dim: Dims = None, norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+def rfftn(tensor: Tensor, s: Lengths = None, dim: Dims = None, norm: Norm = None, **layout: Unpack[Layout]) -> Tensor:
     """Transform real data to half of its spectrum, as :func:`torch.fft.rfftn` does: the last of the dims is halved.
 
     Example on two ranks:
@@ -62,9 +57,7 @@ def rfftn(
 
 
 @transform
-def irfftn(
-    tensor: torch.Tensor, s: Lengths = None, dim: Dims = None, norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+def irfftn(tensor: Tensor, s: Lengths = None, dim: Dims = None, norm: Norm = None, **layout: Unpack[Layout]) -> Tensor:
     """Transform half of a spectrum to real data, as :func:`torch.fft.irfftn` does: the inverse of :func:`rfftn`.
 
     Example on two ranks:
@@ -77,8 +70,8 @@ def irfftn(
 
 @transform
 def fft2(
-    tensor: torch.Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+    tensor: Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: Norm = None, **layout: Unpack[Layout]
+) -> Tensor:
     """Transform two dims: :func:`fftn` with another default of ``dim``.
 
     Example on two ranks:
@@ -91,8 +84,8 @@ def fft2(
 
 @transform
 def ifft2(
-    tensor: torch.Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+    tensor: Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: Norm = None, **layout: Unpack[Layout]
+) -> Tensor:
     """Undo :func:`fft2`: :func:`ifftn` with another default of ``dim``.
 
     Example on two ranks:
@@ -105,8 +98,8 @@ def ifft2(
 
 @transform
 def rfft2(
-    tensor: torch.Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+    tensor: Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: Norm = None, **layout: Unpack[Layout]
+) -> Tensor:
     """Transform two dims of real data to half of their spectrum: :func:`rfftn` with another default of ``dim``.
 
     Example on two ranks:
@@ -119,8 +112,8 @@ def rfft2(
 
 @transform
 def irfft2(
-    tensor: torch.Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: str | None = None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+    tensor: Tensor, s: Lengths = None, dim: Dims = (-2, -1), norm: Norm = None, **layout: Unpack[Layout]
+) -> Tensor:
     """Undo :func:`rfft2`: :func:`irfftn` with another default of ``dim``.
 
     Example on two ranks:
@@ -221,8 +214,8 @@ class DistributedIRFFT2:
 
 
 def _transform(
-    kind: Kind, name: str, tensor: torch.Tensor, s: Lengths, dim: Dims, norm: str | None, **layout: Unpack[Layout]
-) -> torch.Tensor:
+    kind: Kind, name: str, tensor: Tensor, s: Lengths, dim: Dims, norm: Norm, **layout: Unpack[Layout]
+) -> Tensor:
     members = resolve_group(layout.get("group"))
     shard_dim, out_dim = layout.get("shard_dim"), layout.get("out_dim")
     sizes, out_sizes = layout.get("sizes"), layout.get("out_sizes")

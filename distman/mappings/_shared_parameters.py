@@ -65,7 +65,7 @@ def mark_module_as_shared(
     for one in module.modules() if recurse else [module]:
         if _mark_of(one) is None:
             names = frozenset(name for name, parameter in own_parameters(one).items() if parameter is not None)
-            mark = SharedMark(members, names, use_fp32=use_fp32)
+            mark = SharedMark(members.name or members, names, use_fp32=use_fp32)
             one.register_forward_pre_hook(mark)
             mark.attach(one, is_used=False)
     return module
@@ -110,7 +110,7 @@ class SharedMark:
     """The mark of one module: the names of its own parameters, and whose gradients are added up."""
 
     def __init__(self, group: Group | str, names: frozenset[str], *, use_fp32: bool) -> None:
-        self._group = group
+        self._group = group  # by name if it has one: of a new job, the group of that name
         self._names = names
         self._use_fp32 = use_fp32
         self._has_looked = False
@@ -162,8 +162,7 @@ class SharedMark:
                 del _handles[parameter]
 
     def _sum(self, grad: torch.Tensor) -> torch.Tensor:
-        name = self._group if isinstance(self._group, str) else self._group.name
-        group = resolve_group(name) if name else self._group  # of a new job, the group of that name
+        group = resolve_group(self._group) if isinstance(self._group, str) else self._group
         return linear(grad, all_reduce_sum, all_reduce_sum, group, self._use_fp32)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedMark:
@@ -171,13 +170,12 @@ class SharedMark:
         return SharedMark(self._group, self._names, use_fp32=self._use_fp32)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        name = self._group if isinstance(self._group, str) else self._group.name
-        if not name:
+        if not isinstance(self._group, str):
             raise DistmanError(
                 "a module that is saved or sent must be shared over a group that has a name, got a process group that "
                 "the manager did not make. Unmark the module, or save its state_dict()."
             )
-        return functools.partial(SharedMark, name, self._names, use_fp32=self._use_fp32), ()
+        return functools.partial(SharedMark, self._group, self._names, use_fp32=self._use_fp32), ()
 
 
 def _mark_of(module: torch.nn.Module) -> SharedMark | None:
