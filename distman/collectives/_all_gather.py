@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from distman._coordination.tracking import check_all_run_here
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group, process_group_of
 from distman._torch_internals import all_gather_single, collects_batches, reduce_scatter_single
@@ -165,6 +164,5 @@ def _backend_for(tensor: torch.Tensor, sizes: Sequence[int], group: Group, what:
     is_even = min(sizes) == max(sizes) and tensor.numel()
     if backend is None or not is_even or not collects_batches(backend, tensor.device):
         return None
-    check_all_run_here(group.ranks, "the backward pass of a collective")
     announce(group, what)
     return backend

@@ -93,8 +93,6 @@ def _exchange(
     buffers: SendBuffers | None = None,
 ) -> None:
     """Let ``take`` have each piece, which may be gone afterwards; ``is_filled``: it may be in its receive already."""
-    # Before the first message, so that none remains. A forward pass has asked already.
-    check_all_run_here(group.ranks, "the backward pass of a collective")
     transport = transport_of(group, receives[group.rank].device)
 
     def room_for(piece: torch.Tensor) -> torch.Tensor:
@@ -104,22 +102,18 @@ def _exchange(
 
     others = [(group.rank + step) % group.size for step in range(1, group.size)]
     to, origin = ({rank: pieces[rank] for rank in others if pieces[rank].numel()} for pieces in (sends, receives))
-    call, tag = announce(group, what, ([piece.nbytes for piece in sends], [piece.nbytes for piece in receives]))
-    try:
+    _, tag = announce(group, what, ([piece.nbytes for piece in sends], [piece.nbytes for piece in receives]))
+    with ClosedByErrors(group):
         batch = transport.begin(to, origin, room_for, tag, buffers.segment if buffers is not None else None)
         if is_filled:
             take(group.rank, sends[group.rank])  # while the others travel
         for rank in sorted(origin):  # the order in which pieces are added up
             batch.take(rank, partial(take, rank))
         batch.finish()
-    except BaseException:  # a part may be under way, and would meet a later call
-        call.interrupt()
-        raise
 
 
 def begin_sum(message: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
     """Begin to add up the first messages of a call, and return what waits for the sum, maybe in the message."""
-    check_all_run_here(group.ranks, "the backward pass of a collective")
     call, _ = announce(group, "the first message")
     with ClosedByErrors(group):
         finish = _closing(group, transport_of(group, message.device).begin_sum(message))
@@ -171,6 +165,8 @@ def announce(group: Group, what: str, pieces: tuple[Sequence[int], Sequence[int]
 
     Every member announces the same calls in the same order, with the same ``what``.
     """
+    # Before the first message, so that none remains. A forward pass has asked already.
+    check_all_run_here(group.ranks, "the backward pass of a collective")
     wait = current_wait()
     note = wait.note if wait is not None else ""
     text = f"{note or 'a backward pass'} {what}"

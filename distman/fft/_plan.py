@@ -113,46 +113,43 @@ class Plan:
             first = self._local("rfft", *self._others(shard, last), last)
             return self._pass(tensor, first, self._local("fft", shard), way, length, self.lengths[shard])
         way, *others = self._others(last)
-        length = self.lengths[way]
-        parts = self._parts(way, length)
-        tensor = move(self.group, tensor, None, way, parts, last, self.sizes, self.lengths[last])
-        tensor = move(self.group, tensor, self._local("rfft", *others, last), last, self.out_sizes, way, parts, length)
-        return transform(tensor, self._local("fft", way))
+        half = self._local("rfft", *others, last)
+        return self._pass(tensor, None, half, way, self.lengths[way], self.lengths[last], self._local("fft", way))
 
     def _to_real(self, tensor: torch.Tensor) -> torch.Tensor:
         shard, out, last = self.shard, self.out, self.dims[-1]
         others = self._others(shard, last)
         first = self._local("ifft", *others) if others else None
+        real = self._local("irfft", last)
         if shard == last:
             way = out if out != last else others[0]
-            return self._pass(tensor, first, self._local("irfft", last), way, self.lengths[way], self._half)
+            return self._pass(tensor, first, real, way, self.lengths[way], self._half)
         if out != shard:
-            return self._pass(
-                tensor, first, self._local("irfft", shard, last), out, self.lengths[out], self.lengths[shard]
-            )
-        parts = self._parts(last, self._half)
-        tensor = move(self.group, tensor, first, last, parts, shard, self.sizes, self.lengths[shard])
-        tensor = move(self.group, tensor, self._local("ifft", shard), shard, self.out_sizes, last, parts, self._half)
-        return transform(tensor, self._local("irfft", last))
+            real = self._local("irfft", shard, last)
+            return self._pass(tensor, first, real, out, self.lengths[out], self.lengths[shard])
+        return self._pass(tensor, first, self._local("ifft", shard), last, self._half, self.lengths[shard], real)
 
     def _pass(
         self,
         tensor: torch.Tensor,
         first: LocalTransform | None,
-        second: LocalTransform,
+        second: LocalTransform | None,
         way: int,
         length: int,
         joined: int,
+        third: LocalTransform | None = None,
     ) -> torch.Tensor:
-        """Transform the whole dims, exchange, transform the dim of the shards, and go back if that is asked for."""
+        """Transform the whole dims, exchange, transform the dim of the shards, and go back if that is asked for.
+
+        A third transform is done at the end, of the dim that is split on the way.
+        """
         parts = self._parts(way, length)
         tensor = move(self.group, tensor, first, way, parts, self.shard, self.sizes, joined)
-        tensor = transform(tensor, second)
-        return (
-            tensor
-            if self.out == way
-            else move(self.group, tensor, None, self.shard, self.out_sizes, way, parts, length)
-        )
+        if second is not None and third is None:
+            tensor, second = transform(tensor, second), None
+        if self.out != way:
+            tensor = move(self.group, tensor, second, self.shard, self.out_sizes, way, parts, length)
+        return transform(tensor, third) if third is not None else tensor
 
     def _to_half_mirrored(self, tensor: torch.Tensor) -> torch.Tensor:
         """Transform real data that is sharded along the last dim to half of its spectrum, sharded along another."""

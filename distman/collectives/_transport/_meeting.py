@@ -14,8 +14,6 @@ import resource
 import socket
 from collections.abc import Iterator, Sequence
 from hmac import compare_digest
-from struct import Struct
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,14 +28,7 @@ from distman.manager import DistributedManager
 
 _TAG = 2**31 - 2  # of the messages by which the ranks agree; those of collectives are drawn from as many numbers
 _SEND_BYTES = 212_992  # the kernel makes twice as many: with its default, 256 KiB take five times as long
-_PLACE = Struct(f"=?{NONCE_BYTES}s")
-
-
-class _Place(NamedTuple):
-    """Where a rank listens, if it does: at a name made of what it has drawn."""
-
-    listens: bool
-    nonce: bytes
+_NOWHERE = bytes(NONCE_BYTES)  # what a rank that does not listen says
 
 
 class Meeting:
@@ -56,16 +47,14 @@ class Meeting:
             self._stack.pop_all()
 
     def _meet(self) -> None:
-        nonce = os.urandom(NONCE_BYTES)
-        with _listening(nonce) as listener:
-            mine = _Place(listener is not None, nonce)
-            found = self._swap([_PLACE.pack(*mine)] * len(self._others))
-            self._places = dict(zip(self._others, (_Place(*_PLACE.unpack(row)) for row in found), strict=True))
-            self._places[self._me] = mine
-            are_all_here = len(self._places) == self._group.size
-            self.all_listen = are_all_here and all(place.listens for place in self._places.values())
-            for rank in self._others if mine.listens else ():
-                if rank < self._me and self._places[rank].listens:
+        drawn = os.urandom(NONCE_BYTES)
+        with _listening(drawn) as listener:
+            mine = drawn if listener is not None else _NOWHERE
+            found = self._swap([mine] * len(self._others))
+            self._nonces = dict(zip(self._others, found, strict=True)) | {self._me: mine}
+            self.all_listen = len(self._nonces) == self._group.size and _NOWHERE not in self._nonces.values()
+            for rank in self._others if listener is not None else ():
+                if rank < self._me and self._nonces[rank] != _NOWHERE:
                     self._dial(rank)
             self._accept(listener, {rank for rank in self._swap_flags() if rank > self._me})
             known = self._swap_flags()
@@ -78,7 +67,7 @@ class Meeting:
     def _dial(self, rank: int) -> None:
         """Connect to a rank, if the kernel lets this one."""
         with contextlib.suppress(OSError):
-            one = _dial_at(_name_of(self._places[rank].nonce), self._proof(b"client", self._me, rank))
+            one = _dial_at(_name_of(self._nonces[rank]), self._proof(b"client", self._me, rank))
             self.sockets[rank] = self._stack.enter_context(one)
 
     def _accept(self, listener: socket.socket | None, callers: set[int]) -> None:
@@ -105,7 +94,7 @@ class Meeting:
         return -1
 
     def _proof(self, who: bytes, dialling: int, listening: int) -> bytes:
-        nonces = self._places[dialling].nonce, self._places[listening].nonce
+        nonces = self._nonces[dialling], self._nonces[listening]
         return mac(self._key, b"transport", who, b"%d %d" % (dialling, listening), *nonces)
 
     def _swap_flags(self) -> set[int]:

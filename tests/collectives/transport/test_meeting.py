@@ -9,19 +9,18 @@ import sys
 import pytest
 
 from distman.collectives._transport import _meeting
-from distman.collectives._transport._meeting import _dial_at, _listening, _name_of, _new_socket, _Place
+from distman.collectives._transport._meeting import _dial_at, _listening, _name_of, _new_socket
 from distman.collectives._validation import resolve_group
 from distman.testing import ranks
 
 NONCE = bytes(range(16))
-HERE, THERE = _Place(True, NONCE), _Place(True, NONCE[::-1])  # noqa: FBT003
 
 
 def meeting_of(group, key=b"k" * 32):
     """Return a meeting that has not begun."""
     meeting = object.__new__(_meeting.Meeting)
     meeting._me, meeting._key, meeting._stack = group.rank, key, contextlib.ExitStack()
-    meeting._places = {group.rank: HERE, 1 - group.rank: THERE}
+    meeting._nonces = {group.rank: NONCE, 1 - group.rank: NONCE[::-1]}
     meeting.sockets = {}
     return meeting
 
