@@ -104,7 +104,10 @@ def indexed_all_to_all_v(
         [[10, 11], [30, 10, 31, 11]]
     """
     members = resolve_group(group)
-    indices = _checked_indices(indices, members)
+    try:
+        indices = [with_memory(index, f"indices[{rank}]") for rank, index in enumerate(indices)]
+    except (TypeError, ValueError) as error:
+        refuse(error, "indexed_all_to_all_v", members, refuse_beside)
     tensor = check_call("indexed_all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes, use_fp32=use_fp32)
     dim = normalize_dim(dim, tensor.ndim)
     matrix = check_matrix(sizes, members)
@@ -131,13 +134,6 @@ def indexed_all_to_all_v(
     source = tensor.to(torch.float32) if adds_in_fp32 else tensor
     chosen = source.index_select(dim, index.long()).to(tensor.dtype)
     return _send_slices(chosen, matrix, dim, members)
-
-
-def _checked_indices(indices: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-    try:
-        return [with_memory(index, f"indices[{rank}]") for rank, index in enumerate(indices)]
-    except (TypeError, ValueError) as error:
-        refuse(error, "indexed_all_to_all_v", group, refuse_beside)
 
 
 @collective

@@ -98,7 +98,11 @@ def fused_all_reduce(
     """
     if torch.compiler.is_compiling():
         call = _prepare(tensors, op, group, buffer_dtype, device, is_async=async_op)
-        traced = call.rebuild(iter(_reduce_traced(call.values, call.layout, call.group)))
+        buffer, process_group = call.layout.pack(call.values), process_group_of(call.group)
+        if process_group is not None:
+            operation = "sum" if call.layout.is_sum else call.layout.operation
+            buffer = all_reduce_traced(buffer, operation, process_group)
+        traced = call.rebuild(iter(call.layout.unpack(buffer, call.group.size)))
         return (traced, FusedWork(None)) if async_op else traced
     try:
         call = _prepare(tensors, op, group, buffer_dtype, device, is_async=async_op)
@@ -315,15 +319,6 @@ def _still_carried(values: tuple[torch.Tensor, ...], layout: Layout, group: Grou
         with untraced():
             refuse_in_sum(error, "a backward pass of fused_all_reduce", group)
         raise
-
-
-def _reduce_traced(values: Sequence[torch.Tensor], layout: Layout, group: Group) -> list[torch.Tensor]:
-    """Reduce in a way that :func:`torch.compile` can follow, gradients included."""
-    buffer = layout.pack(values)
-    process_group = process_group_of(group)
-    if process_group is not None:
-        buffer = all_reduce_traced(buffer, "sum" if layout.is_sum else layout.operation, process_group)
-    return layout.unpack(buffer, group.size)
 
 
 def taken_apart(tensors: Any, op: Any, buffer_dtype: torch.dtype | None) -> tuple[list[torch.Tensor], Rebuild]:

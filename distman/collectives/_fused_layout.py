@@ -41,10 +41,11 @@ def flatten(structure: Any, path: str = "") -> tuple[tuple[str, ...], list[torch
 
 def _take_apart(structure: Any, path: str) -> tuple[tuple[str, ...], list[Any], Callable[[list[Any]], Any]]:
     """Return the paths of what a structure holds, that itself, and what puts others into the like of it."""
-    if _is_mapping(structure):
+    if isinstance(structure, Mapping) or _is_tensor_dict(structure):
         keys, paths = _in_order(tuple(structure.keys()), path)
         return paths, [structure[key] for key in keys], functools.partial(_mapping_like, structure, keys)
-    if _is_sequence(structure):
+    is_text = isinstance(structure, (str, bytes))  # a tuple, since torch.compile follows no union up to 2.9
+    if isinstance(structure, Sequence) and not is_text:
         places: Callable[[int, str], tuple[str, ...]] = (
             _places.__wrapped__ if torch.compiler.is_compiling() else _places
         )
@@ -68,15 +69,6 @@ def _sequence_like(sequence: Any, items: list[Any]) -> Any:
 
 def _is_tensor_dict(structure: Any) -> bool:
     return hasattr(structure, "batch_size") and hasattr(structure, "keys")
-
-
-def _is_mapping(structure: Any) -> bool:
-    return isinstance(structure, Mapping) or _is_tensor_dict(structure)
-
-
-def _is_sequence(structure: Any) -> bool:
-    is_text = isinstance(structure, (str, bytes))  # a tuple, since torch.compile follows no union up to 2.9
-    return isinstance(structure, Sequence) and not is_text
 
 
 def _in_order(keys: tuple[Any, ...], path: str) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -160,7 +152,8 @@ class Layout:
                 return self.pack(values)
         if self.is_uniform and not self.is_large:
             return self.flat(torch.stack(list(values)))
-        flat = [_as_real(value).reshape(-1).to(self.device, self.dtype) for value in values]
+        real = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in values]
+        flat = [one.reshape(-1).to(self.device, self.dtype) for one in real]
         if self.is_large:
             return torch.cat(flat, out=new_empty(flat[0], (sum(self.lengths),)))
         return torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype, device=self.device)
@@ -233,10 +226,6 @@ def stack_alike(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
     except RuntimeError:  # of other shapes or none, on other devices, or of a dtype that autocast refuses
         return None
     return stacked if stacked.dtype == dtypes[0] else None
-
-
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _restore(part: torch.Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -125,18 +125,13 @@ def scatter_v(
         shape[axis] = 0
         full = still_carried(torch.empty(shape[:ndim], dtype=DTYPES[dtype], device=device), members, "tensor")
         if needs_grad:
-            full = _onto_graph(full, tensor)
+            full.requires_grad_()
+            if tensor is not None and tensor.requires_grad:  # what was passed here gets a gradient of zeros
+                # None of these keeps anything: a checkpointed rank repeats its forward pass when it needs what it kept.
+                full = tensor.real[None][:0].to(full.dtype).reshape(full.shape)
     to_all = sizes if members.rank == src else [0] * members.size
     from_src = [sizes[members.rank] if rank == src else 0 for rank in range(members.size)]
     return reshard(full, (axis, to_all), (axis, from_src), members, f"scatter sizes {sizes} src {src}")
-
-
-def _onto_graph(empty: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-    """Return the empty tensor as one that requires a gradient, and gives what was passed here one of zeros."""
-    if given is None or not given.requires_grad:
-        return empty.requires_grad_()
-    nothing = given.real[None][:0]  # no operation here keeps anything: a checkpointed rank repeats what kept something
-    return nothing.to(empty.dtype).reshape(empty.shape)
 
 
 def _describe(tensor: torch.Tensor | None, sizes: list[int], dim: int) -> list[int]:

@@ -52,17 +52,13 @@ def as_length(n: int | None) -> int:
     return length
 
 
-def as_dims(dim: Sequence[int], ndim: int) -> tuple[int, ...]:
-    try:
-        return tuple(normalize_dim(operator.index(one), ndim) for one in dim)
-    except TypeError:
-        raise ValueError(f"dim must be a sequence of integers, got {dim!r}. Pass one or more dims.") from None
-
-
 def check_dims(dim: Sequence[int] | None, s: tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
     if dim is None:
         dim = range(ndim) if s is None else range(-len(s), 0)
-    dims = as_dims(dim, ndim)
+    try:
+        dims = tuple(normalize_dim(operator.index(one), ndim) for one in dim)
+    except TypeError:
+        raise ValueError(f"dim must be a sequence of integers, got {dim!r}. Pass one or more dims.") from None
     if len(set(dims)) != len(dims) or len(dims) < 2:
         raise ValueError(
             f"dim must hold at least two different dims, got {tuple(dim)} for a tensor of {ndim} dims. Functions like "

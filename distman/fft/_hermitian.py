@@ -97,7 +97,8 @@ class HermitianRows:
                     if piece.owner < group.size:
                         target = sends[piece.owner][(place, *others)]
                         if piece.is_image:
-                            torch.conj_physical(images[_reversed(part, len(images))], out=target)
+                            end = len(images) - part.start  # in their reversed order
+                            torch.conj_physical(images[len(images) - part.stop : end], out=target)
                         else:
                             target.copy_(direct[part])
             exchange(sends, receives, group, buffers=buffers)
@@ -181,8 +182,3 @@ def _pieces(owner: IntArray, place: IntArray, *, is_image: bool) -> Iterator[Pie
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _reversed(part: slice, length: int) -> slice:
-    """Return where a part of rows is in their reversed order."""
-    return slice(length - part.stop, length - part.start)

@@ -74,15 +74,14 @@ class HostTransport(Transport):
         others = {(group.rank + step) % group.size: message for step in range(1, group.size)}
         batch = self.begin(others, others, torch.empty_like, _SUM)
         connections.flush_later()
-        return partial(_sum, batch, message, group)
 
+        def finish() -> torch.Tensor:
+            total = SumInRankOrder(message, group.rank)
+            for rank in sorted(others):
+                batch.take(rank, partial(total.add, rank))
+            return total.result()
 
-def _sum(batch: HostBatch, message: torch.Tensor, group: Group) -> torch.Tensor:
-    total = SumInRankOrder(message, group.rank)
-    for rank in range(group.size):
-        if rank != group.rank:
-            batch.take(rank, partial(total.add, rank))
-    return total.result()
+        return finish
 
 
 class HostBatch(Batch):
