@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -65,18 +66,19 @@ class StoreGroup:
         longest = min(
             max(timing.WAIT_SHORTEST_PAUSE, timing.WAIT_PAUSE_PER_RANK * self.size), timing.WAIT_LONGEST_PAUSE
         )
-        departures = _Departures(self, place, awaited)
+        departed_at = math.inf  # when an awaited rank was first seen to have left
         with self._found_waiting(place, awaited):
             while not is_there():
                 now = time.monotonic()
                 is_over = timeout is not None and now > began + timeout
                 if is_over or now > look_around:
                     self._check_job(is_there)
-                    left = departures.find(now)
-                    if left is not None and not is_there():
+                    departure = self._departure(place, awaited)
+                    departed_at = min(departed_at, now) if departure is not None else math.inf
+                    if departure is not None and now - departed_at > self.leaving and not is_there():
                         if tell is None:
-                            raise left.to_failure()
-                        tell(left)
+                            raise departure.to_failure()
+                        tell(departure)
                     look_around = now + max(self.look_around_every, timing.LOOK_AROUND_PER_RANK * self.size)
                 if is_over:
                     return is_there()
@@ -111,28 +113,11 @@ class StoreGroup:
         if wait is not None and wait.mismatch:
             raise PlanMismatchError(wait.mismatch)
 
-
-class _Departures:
-    """Finds awaited ranks that have left the job; it looks again only when another rank has left."""
-
-    def __init__(self, store_group: StoreGroup, place: str, awaited: Callable[[], Iterable[int]]) -> None:
-        self._group = store_group
-        self._place = place
-        self._awaited = awaited
-        self._left: list[int] = []
-        self._found: FailureRecord | None = None
-        self._since = 0.0
-
-    def find(self, now: float) -> FailureRecord | None:
-        """Return that an awaited rank left, once that is known for a while."""
-        group = self._group
-        left = read_numbers(group.job_store, protocol.LEFT)
-        if self._found is None and left != self._left:
-            self._left = left
-            first = next((index for index in self._awaited() if group.ranks[index] in left), None)
-            if first is not None:
-                self._found, self._since = FailureRecord.left(group.peers[group.ranks[first]], self._place), now
-        return self._found if self._found is not None and now - self._since > group.leaving else None
+    def _departure(self, place: str, awaited: Callable[[], Iterable[int]]) -> FailureRecord | None:
+        """Return that an awaited rank has left the job, the first one if there are several."""
+        left = {*read_numbers(self.job_store, protocol.LEFT)}
+        gone = [self.ranks[index] for index in awaited() if self.ranks[index] in left] if left else []
+        return FailureRecord.left(self.peers[gone[0]], place) if gone else None
 
 
 class KeySequence:
