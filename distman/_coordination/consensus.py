@@ -110,7 +110,6 @@ class _Barrier:
             was_complete = missing == []  # the last one may be on its way to be counted, or was interrupted there
 
     def _missing(self) -> list[int]:
-        """Return which ranks have not arrived, by index."""
         come = {*read_numbers(self.store_group.store, protocol.arrived(self.key))}
         # None came where the last to leave has deleted the list, while a watcher looks.
         return [index for index in range(self.store_group.size) if index not in come] if come else []
@@ -231,7 +230,6 @@ class Consensus:
         wait_for_all(self.store_group, key, timeout=self.timeout)
 
     def _forget(self, key: str, *keys: str) -> None:
-        """Delete what was written, once all ranks have read it."""
         if count(self.store_group.store, protocol.read_by(key), 1) == self.store_group.size:
             self.store_group.store.delete_keys([*keys, protocol.read_by(key)])
 

@@ -70,12 +70,10 @@ class JointBlocks:
                     return
 
     def _missing(self, key: str) -> list[int]:
-        """Return which ranks have not raised, by index."""
         raised = {*read_numbers(self._group.store, protocol.arrived(key))}
         return [index for index in range(self._group.size) if index not in raised]
 
     def _is_awaited_by(self, missing: Sequence[int]) -> bool:
-        """Return whether one of those that did not raise waits for those that did."""
         watcher = current()
         return watcher is not None and any(
             seconds > timing.JOINT_WAIT for seconds in watcher.waits_of([self._group.ranks[index] for index in missing])

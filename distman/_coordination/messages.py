@@ -58,7 +58,6 @@ class MalformedMessageError(DistmanError):
 
 
 def encode(message: Any) -> str:
-    """Return a message that is a dataclass for the store."""
     return json.dumps(dataclasses.asdict(message))
 
 
@@ -97,7 +96,6 @@ def decode_index(data: str | bytes, size: int, what: str) -> int:
 
 
 def decode_text(data: bytes) -> str:
-    """Return a message that is text, whatever it holds."""
     return data[:_MOST_BYTES].decode(errors="backslashreplace")
 
 
@@ -131,7 +129,6 @@ def decode_at_once(store: Store, key: str, kind: type[Kind], what: str) -> Kind 
 
 
 def count(store: Store, key: str, amount: int = 0) -> int:
-    """Add to a counter, and return the sum."""
     try:
         return store.add(key, amount)
     except (ValueError, IndexError) as error:  # what stores say of a text, and of a number of more than 64 bits
@@ -139,7 +136,6 @@ def count(store: Store, key: str, amount: int = 0) -> int:
 
 
 def no_counter(key: str, error: Exception) -> MalformedMessageError:
-    """Return what to raise where a counter holds no number."""
     return MalformedMessageError(f"the counter {key!r}", f"it is not a number ({error})")
 
 

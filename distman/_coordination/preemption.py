@@ -121,7 +121,6 @@ class StopAgreement:
         return self._stops or self._stops_at(group, step)
 
     def time_left(self) -> float | None:
-        """Return how many seconds the job may still run; None where nobody says so."""
         group = self._store_group
         if group is None or group.rank == 0:
             self._time_limit.ask()
@@ -130,7 +129,6 @@ class StopAgreement:
         return self._time_limit.left()
 
     def _ask_scheduler(self, store: TorchStore) -> None:
-        """Let all ranks know when the job's time is up, if rank 0 can find out."""
         end = self._time_limit.ask()
         if end is not None:
             with contextlib.suppress(dist.DistError):

@@ -49,7 +49,6 @@ class ExclusiveSection:
         return is_last
 
     def fail(self, error: BaseException) -> FailureRecord:
-        """Say that this rank failed, and return the record that the others read."""
         record = FailureRecord.of(error, self.store_group.ranks[self.store_group.rank])
         self.store_group.store.compare_set(self.key, "", json.dumps([self.what, dataclasses.asdict(record)]))
         return record

@@ -113,7 +113,6 @@ _times = StepTimes()
 
 
 def current() -> StepTimes:
-    """Return the times of this process."""
     return _times
 
 

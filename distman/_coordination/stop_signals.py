@@ -43,8 +43,6 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class StopSignals:
-    """Lets signals ask for a stop, from :meth:`listen` to :meth:`restore`."""
-
     def __init__(self, signals: Sequence[int], request: Callable[[str], None]) -> None:
         self._signals = signals
         self._request = request

@@ -143,7 +143,6 @@ class KeySequence:
         return protocol.nth(self._name, number)
 
     def _begin_page(self, page: int) -> None:
-        """Begin a page; the last rank that does so deletes the one before."""
         counter = protocol.page(self._name, page)
         if count(self._store, counter, 1) < self._size:
             return

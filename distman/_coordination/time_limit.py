@@ -79,15 +79,12 @@ class TimeLimit:
 
     @property
     def can_ask(self) -> bool:
-        """Whether the end is not known, and a scheduler has not been asked for it."""
         return not self._is_asked and any(self._environ.get(variable) for variable, _, _ in _QUESTIONS)
 
     def left(self) -> float | None:
-        """Return how many seconds are left; None where that is not known."""
         return None if self._end is None else self._end - time.time()
 
     def ask(self) -> float | None:
-        """Ask the scheduler, unless that was done, and return the end."""
         with self._asking:
             if not self._is_asked:
                 left = _ask(self._environ)
@@ -96,7 +93,6 @@ class TimeLimit:
         return self._end
 
     def believe(self, end: float) -> None:
-        """Take what another rank has found out."""
         self._end, self._is_asked = end, True
 
 
@@ -109,7 +105,6 @@ class SaveTimes:
 
     @contextlib.contextmanager
     def timed(self, *, in_background: bool = False) -> Iterator[None]:
-        """Let a ``with`` block be a save."""
         began = time.monotonic()
         try:
             yield
@@ -123,7 +118,6 @@ _saves = SaveTimes()
 
 
 def saves() -> SaveTimes:
-    """Return those of this process."""
     return _saves
 
 

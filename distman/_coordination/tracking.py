@@ -44,8 +44,6 @@ class Members(Protocol):
 
 
 class CallNumbers:
-    """The numbers of a group's calls."""
-
     __slots__ = ("last",)
 
     def __init__(self) -> None:
@@ -58,8 +56,6 @@ class CallNumbers:
 
 @dataclasses.dataclass(eq=False)
 class StoreWait:
-    """A wait for something in the store."""
-
     text: str  # the same on all ranks that wait for the same
     awaited: Callable[[], Sequence[int]]  # which ranks of the world have yet to bring it
     since: float = dataclasses.field(default_factory=time.monotonic)
@@ -208,12 +204,10 @@ class Restricted:
 
 
 def restriction() -> Restricted | None:
-    """Return the innermost restricted region that this thread is in, or None."""
     return _regions.inside[-1] if _regions.inside else None
 
 
 def depth() -> int:
-    """Return how many restricted regions this thread is in."""
     return len(_regions.inside)
 
 
@@ -294,7 +288,6 @@ def wait_of_program() -> TrackedWait | None:
 
 
 def is_threaded() -> bool:
-    """Return whether threads of the program's own have waited for other ranks."""
     return _is_threaded
 
 
@@ -328,7 +321,6 @@ def describe_here(more: Iterable[LongWait] = ()) -> str:
 
 
 def call_site() -> str:
-    """Return file and line of the innermost call that is neither this package's own nor torch's."""
     return line_of(sys._getframe(1))
 
 

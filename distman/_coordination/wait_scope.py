@@ -41,7 +41,6 @@ def note_raised(error: JobFailed) -> JobFailed:
 
 
 def _is_in_handler(error: JobFailed) -> bool:
-    """Return whether an error is raised while the program handles another failure of the job."""
     return any(type(one) is JobFailed for one in errors_in(sys.exc_info()[1]) if one is not error)
 
 
@@ -139,7 +138,6 @@ def watch_collectives() -> None:
 
 @puts_back
 def leave_collectives_alone() -> None:
-    """Let torch's collectives raise their own errors again."""
     collective_errors().removeFilter(_raise_failure_first)
 
 

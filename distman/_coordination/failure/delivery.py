@@ -50,12 +50,10 @@ def ends_block(function: Function) -> Function:
 
 
 def is_at_end_of_block(frame: FrameType | None) -> bool:
-    """Return whether a stack has a function of :func:`ends_block`."""
     return any(one.f_code in _ENDS for one in _stack(frame))
 
 
 def error_in_hand(thread: int | None) -> BaseException | None:
-    """Return the error that a thread is handling, the innermost one."""
     found = sys._current_exceptions().get(thread or 0)
     return found[1] if isinstance(found, tuple) else found
 
@@ -149,8 +147,6 @@ _NUM_LOOKS = 2
 
 
 class Stage(enum.Enum):
-    """How far a failure has come on its way; see :class:`Delivery`."""
-
     DUE = enum.auto()
     RAISED = enum.auto()
     SHOWN = enum.auto()
@@ -203,7 +199,6 @@ class Delivery:
         self.stage = Stage.SHOWN if is_shown_by_runner(frame) else Stage.RAISED
 
     def leave(self) -> None:
-        """Take note that the main program ends by the failure."""
         if self.stage in (Stage.DUE, Stage.RAISED):
             self.stage = Stage.LEFT
 

@@ -174,7 +174,6 @@ class _Hook:
                 delivery.leave()
 
     def unsurvived(self) -> Delivery | None:
-        """Return the failure of another rank that the program has not said to survive."""
         return next((one for one in self.deliveries if one.stage is not Stage.SURVIVED), None)
 
     def report_unsurvived(self) -> None:
@@ -188,7 +187,6 @@ class _Hook:
             self.tell(failed.record.to_failure())
 
     def bound_end(self, code: int) -> None:
-        """Let the process end within a time once its main program is over."""
         if not self.is_bounded:
             self.is_bounded = True
             leave(lambda: self.end_in_time(code))
@@ -396,7 +394,6 @@ def required_end_by(error: JobFailed) -> JobFailed:
 
 @_on_acknowledgement
 def survive(error: JobFailed) -> None:
-    """Let the program go on after a failure."""
     if _hook is not None:
         _hook.survived.append(FailureRecord.of(error, error.rank).to_failure())
         for delivery in _hook.deliveries:

@@ -86,7 +86,6 @@ class Interruption:
 
     @property
     def has_survived(self) -> bool:
-        """Whether the program goes on after the failure."""
         return self._delivery is not None and self._delivery.stage is Stage.SURVIVED
 
     def restore(self) -> None:

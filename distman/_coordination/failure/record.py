@@ -133,7 +133,6 @@ class FailureRecord:
 
     @classmethod
     def decoded(cls, data: bytes, what: str = "the failure in the job's store") -> FailureRecord:
-        """Return the record that a message is."""
         return decode(data, cls, what)
 
     def is_of(self, error: BaseException) -> bool:
@@ -148,7 +147,6 @@ class FailureRecord:
 
     @property
     def headline(self) -> str:
-        """Which rank failed and how, in one line."""
         return str(self.to_failure()).partition("\n")[0]
 
     def to_json(self) -> str:

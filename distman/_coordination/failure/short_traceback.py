@@ -26,7 +26,6 @@ def is_internal(file: str) -> bool:
 
 
 def is_of_package(file: str) -> bool:
-    """Return whether a file is one of this package."""
     return file.startswith(_PACKAGE)
 
 
@@ -38,7 +37,6 @@ def is_of_user(file: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def internal_folders() -> tuple[str, ...]:
-    """Return the folders of this package and of torch."""
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     return (_PACKAGE, f"{Path(torch).parent}/") if torch else (_PACKAGE,)
 

@@ -68,7 +68,6 @@ def count_oom_kills() -> int:
 
 
 def _node() -> str:
-    """Return the name of this host as its scheduler knows it."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 

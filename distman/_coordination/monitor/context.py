@@ -65,8 +65,6 @@ class WatchLimits:
 
 @dataclasses.dataclass(frozen=True)
 class WatchContext:
-    """What a watcher knows of its job."""
-
     store: TorchStore
     url: str  # where the store is served
     rank: int
@@ -90,7 +88,6 @@ class WatchContext:
         return self.peers[self.opener]
 
     def store_is_silent(self, seconds: float) -> FailureRecord:
-        """Return the record that the store does not answer."""
         if self._opener.host != self.me.host:  # it may be cut off
             text = (
                 f"is beside the job's store at {self.url}, which has not answered for {seconds:.0f} s: its process is "
@@ -101,7 +98,6 @@ class WatchContext:
         return FailureRecord.about(self.me, SILENT, text)
 
     def store_is_unreachable(self, seconds: float) -> FailureRecord:
-        """Return the record that the host of the store does not answer."""
         role = f", beside which the job's store runs at {self.url}, "
         return FailureRecord.unreachable(self._opener, seconds, role=role)
 
@@ -114,6 +110,5 @@ class WatchContext:
         return FailureRecord.about(self._opener, LEFT, text)
 
     def store_is_gone(self) -> FailureRecord:
-        """Return the record that nobody serves the store any more."""
         text = f"lost the job's store: the process that served it at {self.url} is gone. See what ended it."
         return FailureRecord.about(self._opener, DIED, text)

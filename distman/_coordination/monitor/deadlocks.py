@@ -86,7 +86,6 @@ class _Wait:
         return "{}:{}".format(*self.tracked.line) if self.tracked is not None else ""
 
     def tell(self, me: Place) -> _Told:
-        """Return what the others are to know."""
         (group, number), text, line = self.what.place, self.what.text, self._line
         operation = self.tracked.operation if self.tracked is not None else text
         error = error_in_hand(self.thread)
@@ -209,7 +208,6 @@ class DeadlockWatch:
 
 
 def reason_of(store: TorchStore, call: Call) -> str:
-    """Return why a call that has ended early was one of two that differ, or nothing."""
     group, number = call.place
     return _reason(store, _key(group, number, call.text)) if group else ""
 
@@ -242,7 +240,6 @@ def _describe(mine: _Told, other: _Told) -> str:
 
 
 def _find() -> _Wait | None:
-    """Return what the program waits in."""
     tracked = tracking.wait_of_program()
     if tracked is not None and (what := tracked.store_wait or tracked.call) is not None:
         return _Wait(what, tracked, tracked.thread)

@@ -33,8 +33,6 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Where a rank is."""
-
     waiting: str  # what it waits in, or waited in last, in words; empty if it never did
     stacks: str  # of its threads
     line: str  # where in the user's program its main thread is
@@ -251,7 +249,6 @@ def _behind(answers: Mapping[int, Answer], names: Sequence[str]) -> list[str]:
 
 
 def _grouped(answers: Mapping[int, Value], key: Callable[[Value], Key]) -> list[tuple[Key, list[int]]]:
-    """Return the ranks with equal keys together, the smallest group first."""
     groups: dict[Key, list[int]] = {}
     for rank, answer in sorted(answers.items()):
         groups.setdefault(key(answer), []).append(rank)

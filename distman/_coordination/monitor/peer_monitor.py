@@ -58,7 +58,6 @@ class PeerMonitor:
         self._silent_for = 0.0
 
     def look(self) -> FailureRecord | None:
-        """Look around once, and return what failed, if something did."""
         num_news = count(self._store, protocol.NEWS)
         is_news = num_news != self._num_news
         if is_news:
@@ -83,7 +82,6 @@ class PeerMonitor:
 
     @property
     def _in_torch(self) -> Sequence[LongWait]:
-        """What the program waits in that is not tracked."""
         return self._deadlocks.in_torch if self._hangs is None else self._hangs.in_torch
 
     def _read_news(self) -> FailureRecord | None:

@@ -86,7 +86,6 @@ class RefusalWatch:
         self._open: dict[int, Refusal] = {}
 
     def look(self, store: TorchStore, *, is_news: bool) -> None:
-        """Answer what can be answered by now."""
         if is_news:
             self._read(store)
         for number, refusal in list(self._open.items()):

@@ -179,7 +179,6 @@ def _is_mended(phase: int, windows: Sequence[_Comparison]) -> bool:
 
 
 def _excess(phase: int, windows: Sequence[_Comparison]) -> float:
-    """Return the lower quartile: of four windows the least."""
     return sorted(one.excess[phase] for one in windows)[len(windows) // 4 - 1]
 
 
@@ -197,6 +196,5 @@ def _of_others(column: Sequence[float], own: float) -> float:
 
 
 def slow_ranks(store: TorchStore, hosts: Sequence[str]) -> tuple[SlowRank, ...]:
-    """Return which ranks are slow, as rank 0 has found out."""
     found = decode_at_once(store, protocol.SLOW_RANKS, list[tuple[int, str, float]], "which ranks are slow") or []
     return tuple(SlowRank(rank, hosts[rank], phase, factor) for rank, phase, factor in sorted(found))

@@ -113,7 +113,6 @@ class FailedJob:
             self._end_job()
 
     def _there(self) -> set[int]:
-        """Return the other ranks whose processes have not ended, nor left the job."""
         try:
             return self._client.members() & self._others if self._client is not None else set()
         except StoreSilentError:

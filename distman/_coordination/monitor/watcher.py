@@ -44,8 +44,6 @@ _current: Watcher | None = None
 
 
 class State(enum.Enum):
-    """How far a watcher has come; see :class:`Watcher`."""
-
     WATCHING = enum.auto()
     KNOWN = enum.auto()
     DELIVERED = enum.auto()
@@ -102,17 +100,14 @@ class Watcher:
 
     @property
     def holds_store(self) -> bool:
-        """Whether the store may end with this process."""
         return self._context.holds_store
 
     @property
     def knows_from_others(self) -> bool:
-        """Whether a failure of another rank is known."""
         return self.record is not None and self.record.rank != self.rank
 
     @property
     def has_survived(self) -> bool:
-        """Whether the program goes on after the failure of another rank."""
         return self._interruption.has_survived
 
     @property
@@ -196,7 +191,6 @@ class Watcher:
         return FailureRecord.left(self._context.peers[left[0]], operation) if left and left[0] != self.rank else None
 
     def lost_store(self, error: BaseException) -> FailureRecord:
-        """Return because of which rank the store cannot be reached any more."""
         if isinstance(error.__cause__, StoreSilentError):
             return self._context.store_is_silent(self._limits.silence)
         if is_unreachable(error):
@@ -316,7 +310,6 @@ class Watcher:
 
 
 def current() -> Watcher | None:
-    """Return what watches the other ranks for this process."""
     return _current
 
 
