@@ -41,10 +41,7 @@ Locate = Callable[[Sequence[int]], dict[int, str]]
 def wait_for_all(store_group: StoreGroup, key: str, *, timeout: float, locate: Locate | None = None) -> None:
     """Wait until every rank of the group has called this with the same key, which serves once.
 
-    Raises:
-        BarrierTimeoutError: On every rank that came: some did not come within ``timeout`` seconds of one of them.
-        RankFailedError: On a rank that came when the others had given up.
-        JobFailed: On every rank: the job failed, or an awaited rank left it.
+    Ranks that came raise ``BarrierTimeoutError`` if some did not in time; one that comes later, ``RankFailedError``.
     """
     _Barrier(store_group, key).wait(timeout, locate)
 

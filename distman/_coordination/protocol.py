@@ -175,9 +175,8 @@ SLOW_RANKS = "slow ranks"
 """Which ranks are slow: triples of rank, phase and factor. Rank 0 writes it at each change, all may read it."""
 
 
-def step_times(rank: int) -> str:
-    """A number that grows, and the seconds of each phase in some steps, see ``step_times.py``; rank 0 reads it."""
-    return f"step times/{rank}"
+step_times: ByNumber = "step times/{}".format
+"""A number that grows, and the seconds of each phase in some steps, see ``step_times.py``; rank 0 reads it."""
 
 
 # Ranks that wait for each other.

@@ -68,32 +68,27 @@ class TimeLimit:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
-        self._end = _told(environ)
+        self.end = _told(environ)  # in seconds since the epoch
         self._asking = threading.Lock()
-        self._is_asked = self._end is not None
-
-    @property
-    def end(self) -> float | None:
-        """Seconds since the epoch."""
-        return self._end
+        self._is_asked = self.end is not None
 
     @property
     def can_ask(self) -> bool:
         return not self._is_asked and any(self._environ.get(variable) for variable, _, _ in _QUESTIONS)
 
     def left(self) -> float | None:
-        return None if self._end is None else self._end - time.time()
+        return None if self.end is None else self.end - time.time()
 
     def ask(self) -> float | None:
         with self._asking:
             if not self._is_asked:
                 left = _ask(self._environ)
-                self._end = None if left is None else time.time() + left
+                self.end = None if left is None else time.time() + left
                 self._is_asked = True
-        return self._end
+        return self.end
 
     def believe(self, end: float) -> None:
-        self._end, self._is_asked = end, True
+        self.end, self._is_asked = end, True
 
 
 class SaveTimes:
@@ -127,11 +122,7 @@ def _forget_saves() -> None:
 
 
 def margin(environ: Mapping[str, str]) -> float | None:
-    """Return how many seconds before the end the job has to stop; None where that is to be measured.
-
-    Raises:
-        ValueError: The variable holds no number.
-    """
+    """Return how many seconds before the end the job has to stop; None where that is to be measured."""
     text = environ.get(MARGIN)
     return None if not text else _seconds(MARGIN, text)
 

@@ -24,7 +24,7 @@ from distman._base.process_state import puts_back
 from distman._coordination import step_times
 from distman._coordination.failure.short_traceback import internal_folders, is_of_user
 from distman._coordination.timeouts import is_idle, run_with_timeout
-from distman._torch_internals import abort_backends, blocking_call, close_beside, close_connections
+from distman._torch_internals import abort_backends, close_beside, close_connections
 from distman.errors import DistmanError
 
 
@@ -44,8 +44,6 @@ class Members(Protocol):
 
 
 class CallNumbers:
-    __slots__ = ("last",)
-
     def __init__(self) -> None:
         self.last = -1
 
@@ -133,21 +131,6 @@ _regions = _Regions()
 
 class TrackedWait:
     """For the length of the outermost such ``with`` block this thread waits for other ranks."""
-
-    __slots__ = (
-        "call",
-        "computes",
-        "is_of_program",
-        "is_outermost",
-        "line",
-        "mismatch",
-        "note",
-        "operation",
-        "refusal",
-        "since",
-        "store_wait",
-        "thread",
-    )
 
     def __init__(self, operation: str, *, computes: bool = False) -> None:
         self.operation = operation  # such as ``all_gather_v``
@@ -330,18 +313,13 @@ def line_of(frame: FrameType) -> str:
     return f"{name}:{line}"
 
 
-def cpu_seconds_of_main_thread() -> float:
-    return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
-
-
-def torch_call_of_main_thread() -> str:
-    """Return the call of torch in which the main thread may wait for other ranks, if it is in one."""
-    return blocking_call(sys._current_frames().get(threading.main_thread().ident or 0))
+def frame_of_main_thread() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def line_of_main_thread() -> str:
     """Return where in the user's program the main thread is: ``train.py:31 in step, in all_reduce()``."""
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = frame_of_main_thread()
     if innermost is None:
         return ""
     frame = innermost

@@ -152,8 +152,6 @@ class WaitScope(TrackedWait):
     ranks wait in calls that do not match, or one of them refuses its part, ``PlanMismatchError`` does.
     """
 
-    __slots__ = ()
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -93,7 +93,8 @@ class Interruption:
         if self._is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(_SIGNAL, self._previous if self._previous is not None else signal.SIG_DFL)
         elif self._is_installed:
-            self._abort_job = self._announce = _nothing  # what stays must not keep the job's store open
+            self._abort_job = lambda _: None  # what stays must not keep the job's store open
+            self._announce = lambda _: None
         self._is_installed = False
 
     def note(self, error: JobFailed) -> None:
@@ -193,10 +194,6 @@ class Interruption:
         hook.write(f"distman: {delivery.record.headline}\n\n{what}\n{stacks()}")
         self._abort_job(delivery.record.to_failure())
         hook.exit_now(JobFailed.EXIT_CODE)
-
-
-def _nothing(_: object) -> None:
-    """Do nothing: the job is over."""
 
 
 def _handler_in_use() -> Callable[[int, FrameType | None], Any] | int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from distman._coordination.messages import count, decode_at_once, encode, is_fir
 from distman._coordination.monitor.context import WatchContext
 from distman._coordination.timeouts import begin
 from distman._coordination.tracking import LongWait
-from distman._torch_internals import operations_begun
+from distman._torch_internals import blocking_call, operations_begun
 
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
@@ -41,12 +42,8 @@ class Answer:
     begun: dict[str, int] = dataclasses.field(default_factory=dict)  # torch's collectives, by the name of their group
 
     @classmethod
-    def here(cls, more: Sequence[LongWait] = ()) -> Answer:
-        """Return where this process is. Not for the main thread, whose stack is wanted.
-
-        Args:
-            more: What it waits in beside what is tracked.
-        """
+    def here(cls, more: Sequence[LongWait] = ()) -> Answer:  # it may wait in more than is tracked
+        """Return where this process is; not for the main thread, whose stack is wanted."""
         stacks = shortened(tracking.stacks(), _MAX_STACKS)
         seconds = max((time.monotonic() - wait.since for wait in tracking.waits()), default=0.0)
         line = tracking.line_of_main_thread()
@@ -120,16 +117,13 @@ class CallWatch:
 
     def look(self) -> Standstill | None:
         """Return what the main thread, not this one, seems to wait in; only its length proves that it does."""
-        place, cpu_seconds, now = (
-            tracking.line_of_main_thread(),
-            tracking.cpu_seconds_of_main_thread(),
-            time.monotonic(),
-        )
+        place, now = tracking.line_of_main_thread(), time.monotonic()
+        cpu_seconds = time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
         wait, seconds = self._wait, now - self._wait.since if self._wait is not None else 0.0
         if wait is None or place != wait.place or cpu_seconds - self._cpu_seconds > _COMPUTING * seconds:
             wait, self._cpu_seconds = Standstill(place, now, ""), cpu_seconds
         elif seconds > self._limit / 2 and not wait.what:
-            wait.what = tracking.torch_call_of_main_thread()
+            wait.what = blocking_call(tracking.frame_of_main_thread())
         self._wait = wait
         return wait if wait.what else None
 
