@@ -53,7 +53,7 @@ class WatchLimits:
     """How long to wait, in seconds."""
 
     silence: float  # for a heartbeat of another rank
-    hang: float | None = None  # for a collective, before all ranks are asked for their stacks; None never asks
+    hang: float = timing.HANG_TIMEOUT  # for a collective, before all ranks are asked for their stacks
     # For the program to end after a failure.
     patience: Patience = dataclasses.field(default_factory=Patience)
 

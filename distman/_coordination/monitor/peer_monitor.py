@@ -36,7 +36,7 @@ class PeerMonitor:
         store: TorchStore,
         context: WatchContext,
         silence: float,
-        hangs: HangWatch | None,
+        hangs: HangWatch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_closing = False  # the rank that holds the store leaves, so that nobody can be watched any more
@@ -76,19 +76,14 @@ class PeerMonitor:
         self._refusals.look(self._store, is_news=is_news)
         self._deadlocks.look(self._store, is_news=is_news)
         self._slowness.look(self._store)
-        if self._hangs is not None:
-            self._hangs.look(self._stack_queries, self._deadlocks.in_torch)
+        self._hangs.look(self._stack_queries, self._deadlocks.in_torch)
         return None
-
-    @property
-    def _in_torch(self) -> Sequence[LongWait]:
-        return self._deadlocks.in_torch if self._hangs is None else self._hangs.in_torch
 
     def _read_news(self) -> FailureRecord | None:
         record = FailureRecord.read(self._store)
         if record is not None:
             return self._seen(record)
-        self._stack_queries.answer(self._in_torch)
+        self._stack_queries.answer(self._hangs.in_torch)
         if self._store.check([protocol.CLOSING]):
             self.is_closing = True
             count(self._store, protocol.GONE, 1)
@@ -96,7 +91,7 @@ class PeerMonitor:
 
     def _beat(self, seconds: float) -> FailureRecord | None:
         """Send a heartbeat, and return the next rank's failure to send one, if it has been silent for too long."""
-        give_sign(self._store, self._context.rank, self._in_torch)
+        give_sign(self._store, self._context.rank, self._hangs.in_torch)
         while self._watched != self._context.rank and self._store.check([protocol.left(self._watched)]):
             self._watched = self._next(self._watched)
             self._sign = ""

@@ -259,9 +259,8 @@ class Watcher:
         try:
             with contextlib.suppress(OSError):  # too many open files: then there is no limit for replies
                 store = store.clone(limits.silence)
-            hangs = HangWatch(context, limits.hang, self._answer_patience) if limits.hang is not None else None
-            monitor = PeerMonitor(store, context, limits.silence, hangs)
-            self._watch(monitor, store)
+            hangs = HangWatch(context, limits.hang, self._answer_patience)
+            self._watch(PeerMonitor(store, context, limits.silence, hangs), store)
         except dist.DistError as error:
             if not self._is_stopping.is_set():
                 self._act(self.lost_store(error), store)

@@ -7,7 +7,7 @@ import pytest
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import SILENT, FailureRecord
 from distman._coordination.monitor.context import WatchContext
-from distman._coordination.monitor.hang import StackQueries
+from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.peer_monitor import PeerMonitor, read_sign
 
 from ...store.stores import MemoryStore
@@ -23,7 +23,8 @@ class Ranks:
             WatchContext(self.store, "tcp://n1:5", rank, places(world_size), opener=0) for rank in range(num_ranks)
         ]
         self.monitors = [
-            PeerMonitor(self.store, context, silence, None, clock=lambda: self.seconds) for context in contexts
+            PeerMonitor(self.store, context, silence, HangWatch(context, 3600.0, 0.0), clock=lambda: self.seconds)
+            for context in contexts
         ]
 
     def look(self, rank=0):

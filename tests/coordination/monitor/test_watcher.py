@@ -25,9 +25,9 @@ from ...store.stores import MemoryStore, open_store
 from ..ranks import at_once, failure_on, leave, places
 
 
-def make(store, rank=0, num_ranks=2, patience=0.0, hang=None):
+def make(store, rank=0, num_ranks=2, patience=0.0):
     context = WatchContext(store, "tcp://n1:5", rank, places(num_ranks), opener=1)
-    return Watcher(context, WatchLimits(silence=300.0, hang=hang), lambda _: None, patience=patience)
+    return Watcher(context, WatchLimits(silence=300.0), lambda _: None, patience=patience)
 
 
 @contextlib.contextmanager
