@@ -57,20 +57,15 @@ class _Thread:
 
 def keep_threads() -> None:
     """Have threads ready for :func:`run_with_timeout`, which then needs no new one."""
-    mine = []
-    while (thread := _take()) is not None:
-        if thread.pid == os.getpid():  # a forked child has none of its parent's
-            mine.append(thread)
-    _kept.extend(mine)
+    _kept.extend([*iter(_take, None)])  # without those of a parent
     while len(_kept) < _NUM_KEPT:
         _kept.append(_Thread(is_kept=True))
 
 
 @puts_back
 def _end_threads() -> None:
-    while _kept:
-        if (thread := _take()) is not None:
-            thread.work.put(None)
+    for thread in iter(_take, None):
+        thread.work.put(None)
 
 
 def is_idle(frame: FrameType) -> bool:
@@ -108,7 +103,7 @@ def begin(work: Callable[[], object]) -> Callable[[float | None], bool]:
 
 
 def _hand_over(work: Callable[[], None], is_done: threading.Event) -> None:
-    thread = _thread()
+    thread = _take() or _Thread(is_kept=False)
     _under_way[is_done] = os.getpid()
     thread.work.put((work, is_done))
 
@@ -142,16 +137,11 @@ def result_within(work: Callable[[], Result], seconds: float) -> Result | None:
     return found[0] if found else None
 
 
-def _thread() -> _Thread:
-    while (thread := _take()) is not None:
-        if thread.pid == os.getpid():
-            return thread
-    return _Thread(is_kept=False)
-
-
 def _take() -> _Thread | None:
-    """Return a kept thread, or None where others have taken the last one, maybe at this moment."""
-    try:
-        return _kept.pop()
-    except IndexError:
-        return None
+    """Return a kept thread of this process: a forked child has none of its parent's."""
+    with contextlib.suppress(IndexError):  # others have taken the last one, maybe at this moment
+        while True:
+            thread = _kept.pop()
+            if thread.pid == os.getpid():
+                return thread
+    return None
