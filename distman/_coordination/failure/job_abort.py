@@ -38,21 +38,19 @@ def abort_job_after(
     is_silent = isinstance(error, JobFailed) and error.error_type == SILENT
     if isinstance(error, JobFailed) and is_silent and is_beside:
         hook.end_job_at_exit(functools.partial(_end_if_stopped, error.pid))
-    launcher = LAUNCHERS[environment.launcher]
-    if launcher.on_failure is OnFailure.NEEDS_ABORT:
-        hook.end_job_at_exit(_abort)
-    elif launcher.cancel_command and (is_silent or isinstance(error, RendezvousError)):
-        grace = timing.CANCEL + seconds_before_turn(environment.rank, environment.world_size)
-        hook.end_job_at_exit(functools.partial(_cancel, launcher.cancel_command, grace))
+    end_job = ending_of(environment, seconds_before_turn(environment.rank, environment.world_size))
+    ignores_codes = LAUNCHERS[environment.launcher].on_failure is OnFailure.NEEDS_ABORT
+    if end_job is not None and (ignores_codes or is_silent or isinstance(error, RendezvousError)):
+        hook.end_job_at_exit(end_job)
 
 
-def ending_of(environment: LaunchEnvironment) -> Callable[[], None] | None:
+def ending_of(environment: LaunchEnvironment, before: float = 0.0) -> Callable[[], None] | None:
     """Return what ends the job at the end of this process, where the launcher waits for every rank and can be asked."""
     launcher = LAUNCHERS[environment.launcher]
     if launcher.on_failure is OnFailure.NEEDS_ABORT:
         return _abort
     if launcher.cancel_command:
-        return functools.partial(_cancel, launcher.cancel_command, timing.CANCEL)
+        return functools.partial(_cancel, launcher.cancel_command, timing.CANCEL + before)
     return None
 
 
