@@ -15,7 +15,6 @@ from distman._coordination.consensus import Consensus, wait_for_all
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import (
     MalformedMessageError,
-    checked,
     count,
     decode,
     decode_index,
@@ -67,7 +66,7 @@ KINDS = [
 def is_kind(value, kind):
     """Whether a value has a type, as far as these messages need one."""
     try:
-        checked(json.loads(json.dumps(value)), kind, "it")
+        decode(json.dumps(value), kind, "it")
     except MalformedMessageError:
         return False
     return True
@@ -119,7 +118,7 @@ def test_what_was_written_is_read(message):
 )
 def test_what_is_wrong_with_a_message_is_said(value, kind, reason):
     with pytest.raises(MalformedMessageError) as caught:
-        checked(value, kind, "the report of rank 3")
+        decode(json.dumps(value), kind, "the report of rank 3")
     assert str(caught.value).startswith("reading the report of rank 3 failed: ")
     assert reason in str(caught.value)
     assert str(caught.value).isprintable()
