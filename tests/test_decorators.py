@@ -79,11 +79,11 @@ def test_the_result_is_broadcast(world_size):
 
 
 @ranks(4)
-@pytest.mark.parametrize("which", [[3, 1], (1, 3), range(1, 4, 2), {1, 3}, [3, 1, 3]])
-def test_several_ranks_run(rank, which):
-    assert on_rank(which)(lambda: rank)() == (rank if rank in (1, 3) else None)
-    assert on_rank(which, broadcast=True)(lambda: rank)() == 1
-    all_are_well()
+def test_several_ranks_run(rank):
+    for which in ([3, 1], (1, 3), range(1, 4, 2), {1, 3}, [3, 1, 3]):
+        assert on_rank(which)(lambda: rank)() == (rank if rank in (1, 3) else None)
+        assert on_rank(which, broadcast=True)(lambda: rank)() == 1
+        all_are_well()
 
 
 @ranks(3)
@@ -261,9 +261,9 @@ def test_many_nested_calls_leave_the_outer_one_alone():
 
     @on_rank([0, 1])
     def outer():
-        return [inner() for _ in range(200)]
+        return [inner() for _ in range(140)]  # more than two pages of keys
 
-    assert outer() == ["inner"] * 200
+    assert outer() == ["inner"] * 140
     all_are_well()
 
 
@@ -594,7 +594,7 @@ def test_ranks_may_come_to_a_block_from_different_lines(rank):
 
 
 @ranks(2)
-def test_ten_thousand_calls_leave_the_store_as_it_was():
+def test_two_thousand_calls_leave_the_store_as_it_was():
     store = DistributedManager()._state.job.rendezvous.store
     work = on_rank(0)(lambda: None)
     both = on_rank([0, 1])(lambda: None)
@@ -603,7 +603,7 @@ def test_ten_thousand_calls_leave_the_store_as_it_was():
         both()
     dist.barrier()
     before = store.num_keys()
-    for _ in range(9_900):
+    for _ in range(1_900):
         work()
     for _ in range(100):
         both()
@@ -616,12 +616,12 @@ def test_ten_thousand_calls_leave_the_store_as_it_was():
 @ranks(2)
 def test_memory_stays_flat():
     work = on_rank(0)(lambda: None)
-    for _ in range(2_000):
+    for _ in range(1_000):
         work()
     before = sys.getallocatedblocks()
-    for _ in range(2_000):
+    for _ in range(1_000):
         work()
-    assert sys.getallocatedblocks() - before < 2_000
+    assert sys.getallocatedblocks() - before < 1_000
 
 
 def test_on_one_device_a_parallel_function_runs_as_it_is():

@@ -1,6 +1,7 @@
 """The control protocol has one home: no key of the store is spelt out elsewhere, none stands for two things."""
 
 import ast
+import functools
 import inspect
 import itertools
 from pathlib import Path
@@ -115,6 +116,7 @@ def spelt_out(tree):
     return sorted(found)
 
 
+@functools.cache
 def package():
     paths = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
     return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}

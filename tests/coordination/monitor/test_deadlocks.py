@@ -47,10 +47,17 @@ FOR_SOME = {
 """In which rank 1 waits for others, that may not wait for it there."""
 
 DONE_BY_RANK_0 = {"on_rank(0)", "save"}  # where it waits for nobody
-PAIRS = DRAWN.sample([pair for pair in itertools.permutations(sorted(OURS), 2) if pair[0] not in DONE_BY_RANK_0], 12)
-WITH_ERROR = DRAWN.sample(
-    [pair for pair in itertools.permutations(sorted(ALL), 2) if pair[1] not in DONE_BY_RANK_0], 16
-)
+SECTIONS = DONE_BY_RANK_0 | {"load"}  # which meet over the store, and tell each other apart there
+
+
+def pairs(names, waiting):
+    """Each of the names beside another one in which rank 0 waits, drawn so that all of those are in some pair."""
+    drawn = itertools.cycle(DRAWN.sample(sorted(waiting), len(waiting)))
+    return [(next(one for one in drawn if one != name and not {one, name} <= SECTIONS), name) for name in sorted(names)]
+
+
+PAIRS = pairs(OURS, set(OURS) - DONE_BY_RANK_0)
+WITH_ERROR = [pair[::-1] for pair in pairs(ALL, set(ALL) - DONE_BY_RANK_0)]
 
 
 def wait_until_told(rank):
