@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import weakref
 import zipfile
@@ -20,6 +19,7 @@ from distman._coordination.failure.delivery import Stage
 from distman._coordination.failure.interruption import Interruption, Patience
 from distman.errors import JobFailed
 
+from ...launch import preloaded
 from ..ranks import failure_on
 from . import programs
 
@@ -137,7 +137,8 @@ def ended(tmp_path_factory):
     """What a program said, and its exit code, for each way of its to deal with the failure; all of them run at once."""
     folder = tmp_path_factory.mktemp("programs")
     names = (*HANDED_ON, *SWALLOWED, *FOR_EVER, *SURVIVED, *named("fails_", "ends_", "stuck_"))
-    subprocess.run([sys.executable, "-m", programs.__name__, folder, *names], check=True, timeout=120)
+    environ = os.environ | preloaded.server_variables()
+    subprocess.run([preloaded.PYTHON, "-m", programs.__name__, folder, *names], check=True, timeout=120, env=environ)
 
     def read(name):
         stdout, stderr, code = (Path(folder, f"{name}.{what}").read_text() for what in ("stdout", "stderr", "code"))
