@@ -43,17 +43,10 @@ class Client:
 
     @property
     def session(self) -> str:
-        """Name of this opening of the store."""
         return self._first.answer.session.decode()
 
     @property
-    def unreachable_after(self) -> float:
-        """Seconds after which a host is given up that acknowledges nothing."""
-        return self.door.unreachable_after
-
-    @property
     def store_pid(self) -> int:
-        """The process that serves the store."""
         return self._first.answer.pid
 
     @property
@@ -87,7 +80,7 @@ class Client:
 
     def set(self, key: bytes, value: bytes) -> None:
         """Set a key, and do not wait until that is done: it is, for whatever this process asks next."""
-        self._post(frames.SET, key, value)
+        self._call(frames.SET, key, value)
 
     def add(self, key: bytes, amount: int) -> int:
         """Add to the number at a key, which begins at 0, and return the sum."""
@@ -96,7 +89,7 @@ class Client:
 
     def append(self, key: bytes, value: bytes) -> None:
         """Add to the end of a value, and do not wait until that is done, as with :meth:`set`."""
-        self._post(frames.APPEND, key, value)
+        self._call(frames.APPEND, key, value)
 
     def check(self, keys: Sequence[bytes]) -> bool:
         return self._call(frames.CHECK, *keys) == _YES
@@ -139,32 +132,23 @@ class Client:
         self, key: bytes, counter: bytes, *, unless: bytes, if_closed: bytes, if_unreachable: bytes
     ) -> None:
         """Let the store do something when this process ends, see :class:`distman._store.table.Will`; do not wait."""
-        self._post(frames.WILL, key, counter, unless, if_closed, if_unreachable)
+        self._call(frames.WILL, key, counter, unless, if_closed, if_unreachable)
 
     def revoke_will(self) -> None:
         """Let the end of this process mean nothing; do not wait."""
-        self._post(frames.WILL)
+        self._call(frames.WILL)
 
     def shut(self) -> None:
         """Let nobody in any more; the address is free when this returns."""
         self._call(frames.SHUT)
 
     def _call(self, operation: int, *fields: bytes) -> bytes:
-        """Make a call that is answered at once."""
+        """Make a call that is answered at once, or not at all."""
         self._first.raise_if_lost()  # before the lock, which some thread of a forked child's parent may have
         with self._lock:
             connection, self._calls = self._current(), None  # a signal's handler in the middle of it takes another one
             try:
                 return connection.call(operation, *fields)
-            finally:
-                self._give_back(connection)
-
-    def _post(self, operation: int, *fields: bytes) -> None:
-        self._first.raise_if_lost()
-        with self._lock:
-            connection, self._calls = self._current(), None
-            try:
-                connection.post(operation, *fields)
             finally:
                 self._give_back(connection)
 
@@ -220,9 +204,8 @@ class Client:
                 is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError | TimeoutError)
                 if not is_pushed_out or time.monotonic() > deadline:
                     raise StoreLostError(f"the job's store cannot be connected to any more: {error}") from error
-            time.sleep(
-                timing.ENTER_PAUSE
-            )  # a store without room sends everybody away at once, and nothing tells when it has some
+            # A store without room sends everybody away at once, and nothing tells when it has some.
+            time.sleep(timing.ENTER_PAUSE)
 
 
 def limit_of(seconds: float) -> bytes:

@@ -87,12 +87,8 @@ class Connection:
         _connections.add(self)
 
     def call(self, operation: int, *fields: bytes) -> bytes:
-        """Return the reply to a request; the errors above say why there is none."""
-        return value_of(*self._take_turn(operation, fields, is_answered=True))
-
-    def post(self, operation: int, *fields: bytes) -> None:
-        """Send a request that has no reply."""
-        self._take_turn(operation, fields, is_answered=False)
+        """Return the value of the reply to a request, if it has one; the errors above say why there is none."""
+        return value_of(*self._take_turn(operation, fields))
 
     def raise_if_lost(self) -> None:
         """Refuse to be used when the connection was lost or closed, or belongs to the process that forked this one."""
@@ -107,19 +103,15 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._close_if_idle()
 
-    def give_up_in_child(self) -> None:
-        """Refuse to be used after a fork; the connection is the parent's, where threads may have the lock."""
-        self._loss = f"process {os.getppid()} is connected to the job's store, and this is a child that it forked"
-        self._lock = threading.Lock()
-
-    def _take_turn(self, operation: int, fields: tuple[bytes, ...], *, is_answered: bool) -> tuple[int, bytes]:
+    def _take_turn(self, operation: int, fields: tuple[bytes, ...]) -> tuple[int, bytes]:
         """Keep other threads out during an exchange, and close at its end what was to be closed meanwhile."""
         # A close must not wait for that: its caller may be the handler of a signal, in the interrupted thread.
+        is_unanswered = operation in frames.UNANSWERED
         try:
             with self._lock:
-                self.has_unanswered = self.has_unanswered or not is_answered
-                reply = self._exchange(operation, fields, is_answered=is_answered)
-                self.has_unanswered = not is_answered
+                self.has_unanswered = self.has_unanswered or is_unanswered
+                reply = self._exchange(operation, fields)
+                self.has_unanswered = is_unanswered
                 return reply
         finally:
             if self._is_closed:
@@ -132,36 +124,26 @@ class Connection:
             finally:
                 self._lock.release()
 
-    def _exchange(self, operation: int, fields: tuple[bytes, ...], *, is_answered: bool) -> tuple[int, bytes]:
+    def _exchange(self, operation: int, fields: tuple[bytes, ...]) -> tuple[int, bytes]:
         """Send a request, and return status and value of its reply."""
         self.raise_if_lost()
         try:
             self._send(operation, fields)
-            return self._wait_for_reply() if is_answered else (frames.OK, b"")
-        except StoreSilentError:
-            raise
-        except _RefusedError as error:
-            raise self._refused(error) from error
-        except (MalformedError, _EndError) as error:
+            return (frames.OK, b"") if operation in frames.UNANSWERED else self._wait_for_reply()
+        except MalformedError as error:
             raise self._gone(str(error)) from error
         except OSError as error:
-            if is_of_a_handler(error):
+            if isinstance(error, StoreLostError) or is_of_a_handler(error):
                 raise
-            raise self._heard_at_the_end() or self._gone(str(error.strerror)) from error
+            self._hear_the_end()
+            raise self._gone(str(error.strerror)) from error
 
-    def _heard_at_the_end(self) -> StoreLostError | None:
-        """Return what the store has said before it ended the connection, if it has refused an earlier message."""
-        try:
+    def _hear_the_end(self) -> None:
+        """Note what the store has said before it ended the connection: that it has refused an earlier message, say."""
+        with contextlib.suppress(OSError, MalformedError):
             self._socket.settimeout(0)
-            self._receive()
-        except _RefusedError as error:
-            return self._refused(error)
-        except (OSError, _EndError, MalformedError):
-            pass
-        return None
-
-    def _refused(self, error: _RefusedError) -> StoreLostError:
-        return self._lost(f"has refused a message, {error}. See that all hosts have one release of distman")
+            while True:
+                self._receive()
 
     def _gone(self, reason: str) -> StoreLostError:
         return self._lost(f"is gone: {reason}. See what ended it, or the connection to its host")
@@ -203,7 +185,8 @@ class Connection:
         while True:
             number, status, value = self._next_reply()
             if status == frames.MALFORMED:
-                raise _RefusedError(_shown(value))
+                what = f"has refused a message, {_shown(value)}. See that all hosts have one release of distman"
+                raise self._lost(what)
             if number == self._number:
                 return status, value
 
@@ -226,16 +209,8 @@ class Connection:
         while missing > 0:
             self._pieces.extend(map(self._socket.recv, (min(max(missing, FEW_BYTES), MANY_BYTES),)))
             if not self._pieces[-1]:
-                raise _EndError("it has closed the connection")
+                raise self._gone("it has closed the connection")
             missing -= len(self._pieces[-1])
-
-
-class _EndError(Exception):
-    """The other side has ended the connection."""
-
-
-class _RefusedError(Exception):
-    """The other side has refused a message, and ends the connection."""
 
 
 def is_of_a_handler(error: BaseException) -> bool:
@@ -284,8 +259,9 @@ def _close_all() -> None:
 
 
 def _close_all_in_child() -> None:
+    loss = f"process {os.getppid()} is connected to the job's store, and this is a child that it forked"
     for connection in list(_connections):
-        connection.give_up_in_child()
+        connection._loss, connection._lock = loss, threading.Lock()  # some thread of the parent may have the other one
     _connections.clear()
     for dialled in list(_dialled):
         dialled.close()

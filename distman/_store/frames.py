@@ -20,6 +20,8 @@ one thread that copies them. A length that somebody made up is found by it, too.
 SET, GET, ADD, CHECK, WAIT, COMPARE_SET, DELETE, NUM_KEYS = range(1, 9)
 MULTI_GET, MULTI_SET, APPEND, ARRIVE, WILL, SHUT, NUM_UNPROVED, MEMBERS = range(9, 17)
 """The operations; operations.py says what the fields of each are."""
+UNANSWERED = (SET, APPEND, WILL)
+"""Those that have no reply."""
 
 OK, TIMED_OUT, GIVEN_UP, INVALID, MALFORMED = range(5)
 """How a request ended: done; not in time; the key that ends waits was set; nonsense, twice."""
@@ -85,10 +87,12 @@ def request(number: int, operation: int, fields: Sequence[bytes]) -> bytes:
     return b"".join((head.pack(length, number, operation, num_fields, *lengths), *fields))
 
 
-def check_total(num_bytes: int) -> None:
-    """Refuse values that are asked for together and would not fit into a reply."""
+def values(found: Sequence[bytes]) -> bytes:
+    """Return values that were asked for together; raise TooLongError if they do not fit into a reply."""
+    num_bytes = sum(map(len, found)) + LENGTH.size * (1 + len(found))
     if num_bytes > MOST_VALUE_BYTES:
         raise TooLongError(f"values of a reply must have less than {MOST_BYTES} bytes, got {num_bytes}. {_INSTEAD}")
+    return pack(found)
 
 
 def reply(number: int, status: int, value: bytes = b"") -> Sequence[bytes]:

@@ -73,8 +73,6 @@ def job_key(secret: bytes, session: bytes) -> bytes:
 class Hello:
     """What a client says of itself."""
 
-    __slots__ = ("pid", "rank", "role")
-
     def __init__(self, role: int, rank: int, pid: int) -> None:
         self.role = role  # MEMBER, WATCHER or VISITOR
         self.rank = rank  # -1 where it has none yet
@@ -92,8 +90,6 @@ class Hello:
 
 class Answer:
     """What a client is told that has proved itself."""
-
-    __slots__ = ("drawn_key", "pid", "session")
 
     def __init__(self, session: bytes, pid: int, drawn_key: bytes) -> None:
         self.session = session  # name of this opening of the store
@@ -122,7 +118,6 @@ class ClientSide:
         self._nonces = urandom(NONCE_BYTES)
 
     def opening(self) -> bytes:
-        """Return the first message."""
         return MAGIC + self._nonces
 
     def proof(self, challenge: bytes, hello: Hello) -> bytes:
@@ -138,7 +133,6 @@ class ClientSide:
         return mac(self._key, b"client", nonces, self._where, packed) + LENGTH.pack(len(packed)) + packed
 
     def answer(self, proof: bytes, packed: bytes) -> Answer:
-        """Return what the store answers."""
         _check(proof, mac(self._key, b"welcome", self._nonces, self._where, packed))
         return Answer.unpack(packed)
 
@@ -156,7 +150,6 @@ class ServerSide:
         self._nonces = opening[len(MAGIC) :] + self._nonce
 
     def challenge(self) -> bytes:
-        """Return the answer to the opening."""
         proof = mac(self._key, b"server", self._nonces, self._where, self._credential)
         return self._nonce + LENGTH.pack(len(self._credential)) + self._credential + proof
 
@@ -165,7 +158,6 @@ class ServerSide:
         return Hello.unpack(packed)
 
     def welcome(self, answer: Answer) -> bytes:
-        """Return the last message."""
         packed = answer.pack()
         return mac(self._key, b"welcome", self._nonces, self._where, packed) + LENGTH.pack(len(packed)) + packed
 

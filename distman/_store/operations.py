@@ -6,7 +6,7 @@ from struct import error as StructError  # noqa: N812 - struct's own name for it
 from time import monotonic
 
 from distman._store import frames
-from distman._store.frames import INVALID, LENGTH, LIMIT, NUMBER, OK, MalformedError, TooLongError
+from distman._store.frames import INVALID, LIMIT, NUMBER, OK, MalformedError, TooLongError
 from distman._store.table import NotANumberError, Table, Will
 
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
@@ -66,7 +66,7 @@ class Operations:
                 return NUMBER.pack(table.add(key, *NUMBER.unpack(amount)))
             case frames.WAIT:
                 limit, unless, *keys = fields
-                peer.wait = table.wait(keys, unless or None, _until(limit), _replier(peer, number, _nothing))
+                peer.wait = table.wait(keys, unless or None, _until(limit), _replier(peer, number, lambda _: b""))
                 return None
             case frames.ARRIVE:
                 limit, counter, size, key, value = fields
@@ -83,7 +83,7 @@ class Operations:
                 return None
             case frames.MULTI_GET:
                 limit, *keys = fields
-                peer.wait = table.wait(keys, None, _until(limit), _replier(peer, number, _packed))
+                peer.wait = table.wait(keys, None, _until(limit), _replier(peer, number, frames.values))
                 return None
             case frames.MULTI_SET:
                 table.multi_set(list(zip(fields[::2], fields[1::2], strict=True)))
@@ -112,15 +112,6 @@ class Operations:
 def _until(limit: bytes) -> float:
     (milliseconds,) = LIMIT.unpack(limit)
     return monotonic() + float(milliseconds) / _MILLISECONDS
-
-
-def _nothing(_values: Sequence[bytes]) -> bytes:
-    return b""
-
-
-def _packed(values: Sequence[bytes]) -> bytes:
-    frames.check_total(sum(map(len, values)) + LENGTH.size * (1 + len(values)))
-    return frames.pack(values)
 
 
 def _replier(

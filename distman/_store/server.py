@@ -62,20 +62,6 @@ _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 class Peer:
     """One connection."""
 
-    __slots__ = (
-        "_poll",
-        "_unsent",
-        "error",
-        "hello",
-        "is_behind",
-        "number",
-        "received",
-        "side",
-        "socket",
-        "wait",
-        "will",
-    )
-
     def __init__(self, socket: _socket.socket, poll: epoll) -> None:
         self.socket = socket
         self.number = socket.fileno()  # the number under which that is polled
@@ -206,9 +192,11 @@ class Server:
         if self._ends_at is not None and now >= self._ends_at:
             return None
         self._table.expire(now)
-        self._dismiss_guests(now)
+        while self._guests and next(iter(self._guests.values())) <= now:
+            self._end(next(iter(self._guests)))
         if self._door_rests_until is not None and now >= self._door_rests_until:
-            self._open_again()
+            self._poll.register(self._listener.fileno(), EPOLLIN)
+            self._door_rests_until = None
         guests_end = next(iter(self._guests.values()), None)
         times = [self._table.next_deadline(), self._ends_at, self._door_rests_until, guests_end]
         return min([timing.POLL_LONGEST, *[max(0.0, time - now) for time in times if time is not None]])
@@ -219,7 +207,8 @@ class Server:
                 number, _ = self._listener._accept()  # type: ignore[attr-defined]  # no stubs: accept() is Python
             except OSError as error:
                 if error.errno in _HOST_IS_FULL:
-                    self._rest()
+                    self._poll.unregister(self._listener.fileno())
+                    self._door_rests_until = monotonic() + timing.LISTENER_RESTS
                 elif error.errno != errno.EAGAIN:  # the client has gone
                     continue
                 return
@@ -228,14 +217,6 @@ class Server:
                 self._welcome(guest)
             except OSError:  # it has gone already, or the host has no room for another one
                 guest.close()
-
-    def _rest(self) -> None:
-        self._poll.unregister(self._listener.fileno())
-        self._door_rests_until = monotonic() + timing.LISTENER_RESTS
-
-    def _open_again(self) -> None:
-        self._poll.register(self._listener.fileno(), EPOLLIN)
-        self._door_rests_until = None
 
     def _welcome(self, guest: _socket.socket) -> None:
         is_full = len(self._peers) >= self._most_peers
@@ -250,10 +231,6 @@ class Server:
         peer = Peer(guest, self._poll)
         self._peers[peer.number] = peer
         self._guests[peer] = monotonic() + timing.GUEST
-
-    def _dismiss_guests(self, now: float) -> None:
-        while self._guests and next(iter(self._guests.values())) <= now:
-            self._end(next(iter(self._guests)))
 
     def _attend(self, peer: Peer, events: int) -> None:
         """Send what a connection has yet to take, or read what has come from it."""
@@ -362,7 +339,8 @@ def main() -> None:
     """Serve the store that standard input describes, in a process that holds nothing of the one that started it."""
     for number in _signal.valid_signals() - _NOT_IGNORED:  # ranks that a scheduler asks to stop still need the store
         _signal.signal(number, _signal.SIG_IGN)
-    settings: dict[str, Any] = marshal.loads(_read_all(0))  # noqa: S302 - from the program that started this one
+    with open(0, "rb", closefd=False) as pipe:
+        settings: dict[str, Any] = marshal.load(pipe)  # noqa: S302 - from the program that started this one
     up = settings.pop("up")
     posix.write(up, UP)
     posix.close(up)
@@ -371,13 +349,6 @@ def main() -> None:
         posix.dup2(nothing, number)
     listener = _socket.socket(fileno=settings.pop("listener"))
     Server(listener, most_descriptors=_raise_descriptor_limit(), **settings).serve()
-
-
-def _read_all(number: int) -> bytes:
-    pieces = []
-    while piece := posix.read(number, 1 << 16):
-        pieces.append(piece)
-    return b"".join(pieces)
 
 
 def descriptors_for(num_connections: int) -> int:

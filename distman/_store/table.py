@@ -97,7 +97,6 @@ class Table:
         return expected if value is None else value
 
     def delete(self, key: bytes) -> bool:
-        """Delete a key, and return whether it was there."""
         return self._values.pop(key, None) is not None
 
     def check(self, keys: Sequence[bytes]) -> bool:
@@ -118,12 +117,7 @@ class Table:
         return wait
 
     def arrive(
-        self,
-        counter: bytes,
-        size: int,
-        outcome: tuple[bytes, bytes],
-        until: float,
-        answer: Answer,
+        self, counter: bytes, size: int, outcome: tuple[bytes, bytes], until: float, answer: Answer
     ) -> Wait | None:
         """Count one more that has come, and wait for the outcome: a key, and what the last one to come sets it to."""
         # A client that gives up sets that key to something else, if it is not set yet, and all hear that.

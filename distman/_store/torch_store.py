@@ -54,7 +54,6 @@ class TorchStore(dist.Store):
         return self._parts[name]
 
     def full_key(self, key: str) -> bytes:
-        """Return what a key of this part is called in the whole store."""
         return (self.prefix + key).encode()
 
     @_with_errors_of_torch
@@ -73,7 +72,6 @@ class TorchStore(dist.Store):
         return self._clones[-1]
 
     def close(self) -> None:
-        """Close the connections of this store and of its clones."""
         for store in (*self._parts.values(), *self._clones):
             store.close()
         self.client.close()
@@ -84,12 +82,10 @@ class TorchStore(dist.Store):
 
     @_with_errors_of_torch
     def get(self, key: str) -> bytes:
-        """Return the value of a key, once it is set; wait as long as the store's timeout says."""
         return self.client.get(self.full_key(key), self._timeout.total_seconds())
 
     @_with_errors_of_torch
     def add(self, key: str, value: int) -> int:
-        """Add to the number at a key, which begins at 0, and return the sum."""
         return self.client.add(self.full_key(key), value)
 
     @_with_errors_of_torch
@@ -132,17 +128,14 @@ class TorchStore(dist.Store):
 
     @_with_errors_of_torch
     def revoke_will(self) -> None:
-        """Let the end of this process mean nothing."""
         self.client.revoke_will()
 
     @_with_errors_of_torch
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
         return self.client.compare_set(self.full_key(key), _bytes(expected_value), _bytes(desired_value))
 
     @_with_errors_of_torch
     def delete_key(self, key: str) -> bool:
-        """Delete a key, and return whether it was there."""
         return self.client.delete(self.full_key(key))
 
     @_with_errors_of_torch
@@ -160,12 +153,10 @@ class TorchStore(dist.Store):
 
     @_with_errors_of_torch
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys, once all are set; wait as long as the store's timeout says."""
         return self.client.multi_get(self._keys(keys), self._timeout.total_seconds())
 
     @_with_errors_of_torch
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys before anybody sees one of them."""
         self.client.multi_set(zip(self._keys(keys), map(_bytes, values), strict=True))
 
     def has_extended_api(self) -> bool:
@@ -181,7 +172,7 @@ class TorchStore(dist.Store):
         return timeout
 
     def _keys(self, keys: Sequence[str]) -> list[bytes]:
-        return [(self.prefix + key).encode() for key in keys]
+        return [self.full_key(key) for key in keys]
 
 
 def _bytes(value: str | bytes) -> bytes:
@@ -210,11 +201,9 @@ class AbortableStore(TorchStore):
             ) from None
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key once it is set, or raise as :meth:`wait`."""
         self.wait([key])
         return super().get(key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys once all are set, or raise as :meth:`wait`."""
         self.wait(keys)
         return super().multi_get(keys)

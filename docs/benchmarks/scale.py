@@ -51,23 +51,16 @@ class Calls:
 
     def __init__(self) -> None:
         self.number = self.sent = self.received = 0
-        make_call, post = Connection.call, Connection.post
+        make_call = Connection.call
 
         def counted_call(connection: Connection, operation: int, *fields: bytes) -> bytes:
-            self._count(fields)
+            self.number += 1
+            self.sent += sum(map(len, fields))
             reply = make_call(connection, operation, *fields)
             self.received += len(reply)
             return reply
 
-        def counted_post(connection: Connection, operation: int, *fields: bytes) -> None:
-            self._count(fields)
-            post(connection, operation, *fields)
-
-        Connection.call, Connection.post = counted_call, counted_post  # type: ignore[method-assign, assignment]
-
-    def _count(self, fields: tuple[bytes, ...]) -> None:
-        self.number += 1
-        self.sent += sum(map(len, fields))
+        Connection.call = counted_call  # type: ignore[method-assign]
 
 
 def start(way: str) -> None:

@@ -1,6 +1,7 @@
 """A table in this process, asked as a :class:`Client` is asked."""
 
 import threading
+import types
 
 from distman._store import frames
 from distman._store.client import Client, limit_of
@@ -14,7 +15,7 @@ class Memory(Client):
 
     session = ""
     job_key = b""
-    unreachable_after = 0.0
+    door = types.SimpleNamespace(unreachable_after=0.0, secret=None)
 
     def __init__(self):  # it dials nobody
         self._table = Table()
@@ -30,10 +31,8 @@ class Memory(Client):
         """Do nothing: there is no connection."""
 
     def _call(self, operation, *fields):
-        return self._ask(operation, *fields).value()
-
-    def _post(self, operation, *fields):
-        self._ask(operation, *fields)
+        caller = self._ask(operation, *fields)
+        return b"" if operation in frames.UNANSWERED else caller.value()
 
     def _wait_for(self, operation, seconds, *fields):
         caller = self._ask(operation, limit_of(seconds), *fields)

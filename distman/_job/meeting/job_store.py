@@ -82,7 +82,7 @@ class JobStore:
     ) -> None:
         """Let the process that serves the store tell of the end of this one, at once, as a :class:`Will` does."""
         died = FailureRecord.died(me)
-        unreachable = FailureRecord.unreachable(me, self.client.unreachable_after)
+        unreachable = FailureRecord.unreachable(me, self.client.door.unreachable_after)
         store.register_will(key, counter, unless=unless, if_closed=pack(died), if_unreachable=pack(unreachable))
 
     def close(self) -> None:
