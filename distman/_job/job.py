@@ -13,7 +13,7 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after, ending_of
 from distman._coordination.sync import StoreGroup
 from distman._job.meeting import mpi
-from distman._job.meeting.join import Rendezvous
+from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.peers import Peer
 from distman._store.torch_store import TorchStore
 from distman.environments import LAUNCHERS, LaunchEnvironment
@@ -39,7 +39,7 @@ class Job:
     limits: Limits
     roll_call: tuple[Peer, ...]  # all ranks, in rank order
     environment: LaunchEnvironment
-    rendezvous: Rendezvous | None = None  # where the ranks met; None on one process without a group
+    rendezvous: JobStore | None = None  # where the ranks met; None on one process without a group
     is_adopted: bool = False  # whether other code made the process group
     # numbers of the barriers to come, for each name by itself
     barriers: Mapping[str | None, Iterator[int]] = dataclasses.field(
@@ -67,7 +67,7 @@ class Job:
         if self.rendezvous is None:
             return False
         is_ended = self.peer.num_nodes > 1 and LAUNCHERS[self.environment.launcher].ends_leftovers
-        return is_ended and self.rendezvous.job_store.is_opened_here
+        return is_ended and self.rendezvous.is_opened_here
 
     def end_after(self, error: BaseException) -> None:
         """Make the launcher end the job once this process ends, where it would not do so by itself."""

@@ -138,7 +138,7 @@ def within_rendezvous(make: Callable[[], None], job: Job, store: TorchStore) -> 
 @contextlib.contextmanager
 def _reachable(job: Job, store: TorchStore) -> Iterator[None]:
     """For the length of a ``with`` block, have a port at which the others try whether they can reach this rank."""
-    towards = urlsplit(job.rendezvous.job_store.url).hostname if job.rendezvous is not None else None
+    towards = urlsplit(job.rendezvous.url).hostname if job.rendezvous is not None else None
     key = protocol.peer_address(job.peer.rank)
     with socket.create_server(("", 0), backlog=BACKLOG) as listener:
         store.set(key, json.dumps([own_addresses(towards), listener.getsockname()[1]]))

@@ -26,7 +26,6 @@ from distman._coordination.timeouts import begin, run_with_timeout, wait_for_wor
 from distman._job.device import wait_for
 from distman._job.job import Job
 from distman._job.meeting.job_store import JobStore
-from distman._job.meeting.join import Rendezvous
 from distman._job.network import forget_interface
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import GLOO_THREADS, abort_backends, all_groups, end_group, waits_at_end
@@ -53,7 +52,7 @@ def leave(job: Job, watcher: Watcher | None) -> None:
         watcher.stop()
     try:
         if watcher is None or watcher.state is not State.CLOSED:
-            _say_farewell(job, rendezvous, watcher, stays=stays)
+            _say_farewell(job, rendezvous.store, watcher, stays=stays)
         if watcher is not None:
             watcher.leave()
         if dist.is_initialized() and not job.is_adopted:
@@ -68,9 +67,9 @@ def leave(job: Job, watcher: Watcher | None) -> None:
         wait_for_gloo()
         forget_interface()
     if is_failing:
-        _kept.append((os.getpid(), rendezvous.job_store))  # to tell the others what ends the program
+        _kept.append((os.getpid(), rendezvous))  # to tell the others what ends the program
     else:
-        rendezvous.job_store.close()
+        rendezvous.close()
 
 
 @puts_back
@@ -89,9 +88,8 @@ def abandon(watcher: Watcher | None) -> None:
     wait_for_gloo()
 
 
-def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, stays: bool) -> None:
+def _say_farewell(job: Job, store: TorchStore, watcher: Watcher | None, *, stays: bool) -> None:
     """Tell the others that this rank leaves, and wait until all of them have started."""
-    store = rendezvous.store
     all_started = threading.Event()
     failures: list[FailureRecord] = []
 

@@ -29,13 +29,13 @@ from distman._job.device import backend_for, is_pure_gloo, wait_for
 from distman._job.job import Job, Limits, abort_job
 from distman._job.meeting import mpi
 from distman._job.meeting.announced import ADOPTED, over_group
-from distman._job.meeting.join import Rendezvous, join, join_at, join_record_of, warn_of_strangers
-from distman._job.meeting.peers import JoinRecord, complete
+from distman._job.meeting.job_store import JobStore
+from distman._job.meeting.join import join, join_at, join_record_of, warn_of_strangers
+from distman._job.meeting.peers import JoinRecord, Peer, complete
 from distman._job.meeting.places import UNIX, nothing
 from distman._job.meeting.secret import Protection, Source, check_adoption, find_agents
 from distman._job.network import choose_interface, forget_interface, stay_on_this_host, within_rendezvous
 from distman._job.shutdown import end_groups
-from distman._store.torch_store import TorchStore
 from distman._torch_internals import (
     counting_no_failed_group,
     default_store,
@@ -67,7 +67,7 @@ def start(
         hook.set_reporter(functools.partial(abort_job, environment))
 
     try:
-        rendezvous = join(
+        job_store, peers = join(
             environment,
             os.environ,
             device=requested,
@@ -81,7 +81,7 @@ def start(
         if isinstance(error, JobFailed):
             hook.required_end_by(error)
         raise
-    peer = rendezvous.peers[environment.rank]
+    peer = peers[environment.rank]
     device = torch.device(peer.device)
     job = Job(
         peer=peer,
@@ -89,19 +89,19 @@ def start(
         device=device,
         backend=backend or backend_for(device),
         limits=limits,
-        roll_call=rendezvous.peers,
-        rendezvous=rendezvous,
+        roll_call=peers,
         environment=environment,
+        rendezvous=job_store,
     )
     watcher = None
     try:
-        hook.set_reporter(reporter_of(job, rendezvous))
-        rendezvous.job_store.leave_will(rendezvous.store, peer, unless=protocol.left(peer.rank))
+        hook.set_reporter(reporter_of(job, job_store))
+        job_store.leave_will(peer, unless=protocol.left(peer.rank))
         watcher = watch(job, watch_limits)
-        _meet_in_process_group(job, rendezvous.store, rendezvous.job_store.url)
-        count(rendezvous.store, protocol.STARTED, 1)
+        _meet_in_process_group(job, job_store)
+        count(job_store.store, protocol.STARTED, 1)
         if peer.local_rank == 0:
-            note_host([one.rank for one in rendezvous.peers if one.node_rank == peer.node_rank])
+            note_host([one.rank for one in peers if one.node_rank == peer.node_rank])
     except BaseException as error:  # Ctrl-C too: the others make their groups, and wait for this one
         record = failure_behind(error, "the start")
         undo(job, watcher, error, record)
@@ -127,7 +127,7 @@ def undo(job: Job, watcher: Watcher | None, error: BaseException, cause: Failure
     if not job.is_adopted:
         _leave_group(job)
         forget_interface()
-    job.rendezvous.job_store.close()
+    job.rendezvous.close()
     hook.set_reporter(functools.partial(abort_job, job.environment))
 
 
@@ -151,8 +151,7 @@ def adopt(
     me = join_record_of(environment, os.environ, device=device, backend=backend)
     unreachable_after = watch_limits.unreachable if watch_limits else timing.UNREACHABLE_UNWATCHED
     is_alone = world_size == 1 or dist.get_backend() == "fake"
-    rendezvous = None if is_alone else _join_in_group(me, limits, unreachable_after)
-    peers = rendezvous.peers if rendezvous else complete([me])
+    job_store, peers = (None, complete([me])) if is_alone else _join_in_group(me, limits, unreachable_after)
     peer = next(peer for peer in peers if peer.rank == rank)
     job = Job(
         peer=peer,
@@ -161,14 +160,14 @@ def adopt(
         backend=backend,
         limits=limits,
         roll_call=peers,
-        rendezvous=rendezvous,
-        is_adopted=True,
         environment=environment,
+        rendezvous=job_store,
+        is_adopted=True,
     )
     _make_current(job.device)
-    if rendezvous is not None:
-        hook.set_reporter(reporter_of(job, rendezvous))
-        rendezvous.job_store.leave_will(rendezvous.store, peer, unless=protocol.left(peer.rank))
+    if job_store is not None:
+        hook.set_reporter(reporter_of(job, job_store))
+        job_store.leave_will(peer, unless=protocol.left(peer.rank))
     elif world_size == 1:
         hook.set_reporter(_tell_starter)
     return job
@@ -195,8 +194,8 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         return None
     context = WatchContext(
         store=job.rendezvous.store,
-        url=job.rendezvous.job_store.url,
-        opener=job.rendezvous.job_store.opener or 0,
+        url=job.rendezvous.url,
+        opener=job.rendezvous.opener or 0,
         rank=job.peer.rank,
         peers=job.roll_call,
         holds_store=job.holds_store,
@@ -247,12 +246,13 @@ def _tell_starter(error: BaseException) -> None:
     write_error_file(0, record, record)
 
 
-def _meet_in_process_group(job: Job, store: TorchStore, url: str) -> None:
+def _meet_in_process_group(job: Job, job_store: JobStore) -> None:
+    store = job_store.store
     _make_current(job.device)
-    if url.startswith(UNIX):
+    if job_store.url.startswith(UNIX):
         stay_on_this_host()
     elif job.peer.num_nodes > 1:
-        choose_interface(_other_hosts(job, url))
+        choose_interface(_other_hosts(job, job_store.url))
     with counting_no_failed_group(), meeting_in_few_calls():
         if job.peer.num_nodes == 1:
             _init_process_group(job, store)
@@ -282,7 +282,7 @@ def _other_hosts(job: Job, url: str) -> Iterator[str]:
             yield host
 
 
-def _join_in_group(me: JoinRecord, limits: Limits, unreachable_after: float) -> Rendezvous:
+def _join_in_group(me: JoinRecord, limits: Limits, unreachable_after: float) -> tuple[JobStore, tuple[Peer, ...]]:
     group = dist.group.WORLD
     if group is None:
         raise DistmanError("the default process group must exist to be adopted, got none. Create it first.")
@@ -298,15 +298,14 @@ def _leave_group(job: Job) -> None:
 
 
 def reporter_of(
-    job: Job, rendezvous: Rendezvous, cause: FailureRecord | None = None, watcher: Watcher | None = None
+    job: Job, job_store: JobStore, cause: FailureRecord | None = None, watcher: Watcher | None = None
 ) -> JobReporter:
     """Return what tells the other ranks of an error that ends this one."""
     # The watcher is needed where this process has left the job; else it is the current one.
-    job_store = rendezvous.job_store
     return JobReporter(
         rank=job.peer.rank,
         num_others=job.world_size - 1,
-        store=rendezvous.store,
+        store=job_store.store,
         store_host=f"the process at {job_store.url}",
         leave_group=functools.partial(_leave_group, job),
         abort_job=job.end_after,

@@ -363,7 +363,7 @@ class Seal:
 
     def __init__(self, group: Group) -> None:
         rendezvous = DistributedManager()._state.job.rendezvous
-        self._key = rendezvous.job_store.key if rendezvous is not None else b""
+        self._key = rendezvous.key if rendezvous is not None else b""
         self._group = group
         self._call = next(group.seals)
 

@@ -107,7 +107,7 @@ def attend(way: str, rank: int, size: int, port: int, begin: float) -> Report:
 def store_pid() -> int:
     """Return the process that serves the store of this rank's job."""
     rendezvous = DistributedManager._shared_state["_state"].job.rendezvous
-    return int(rendezvous.job_store.store.client.store_pid)
+    return int(rendezvous.client.store_pid)
 
 
 def num_files(pid: int | str) -> int:

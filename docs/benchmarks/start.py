@@ -154,12 +154,9 @@ def measure_membership(num_ranks: int = 1024) -> None:
     def attend(rank: int, here: threading.Barrier) -> tuple[Peer, ...]:
         job_store = point.open(0, 60) if rank == 0 else point.find(rank, 60)
         stores.append(job_store)
-        store = job_store.store.part("roll")
         here.wait()
         here.wait()
-        return establish_membership(
-            job_store, store, join_record(rank), timeout=60, source="the benchmark", expected={}
-        )
+        return establish_membership(job_store, join_record(rank), timeout=60, source="the benchmark", expected={})
 
     def attend_here(ranks: range) -> None:
         """Let some of the ranks take part, and leave without a word: they have nothing to say to each other."""

@@ -42,8 +42,7 @@ def test_a_rank_beside_this_one_is_on_the_same_machine(changes, told, is_beside)
 )
 def test_who_holds_the_store(launcher, hosts, is_opened_here, holds_store):
     peers = complete([join_record(0), join_record(1, host=f"n{hosts}")])
-    job_store = SimpleNamespace(is_opened_here=is_opened_here)
     environment, limits = LaunchEnvironment(launcher, 0, 2), Limits(1.0, 1.0)
-    rendezvous = SimpleNamespace(job_store=job_store)
+    rendezvous = SimpleNamespace(is_opened_here=is_opened_here)
     job = Job(peers[0], 2, torch.device("cpu"), "gloo", limits, peers, environment, rendezvous)
     assert job.holds_store is holds_store

@@ -17,8 +17,7 @@ from ..store.stores import MemoryStore
 
 @pytest.fixture
 def rendezvous():
-    job_store = SimpleNamespace(url="tcp://n1:5", close=lambda: None)
-    return SimpleNamespace(store=MemoryStore(), job_store=job_store)
+    return SimpleNamespace(store=MemoryStore(), url="tcp://n1:5", close=lambda: None)
 
 
 def watcher_of(learned, looked_for):
@@ -74,7 +73,7 @@ def test_who_leaves_after_a_failure_looks_who_keeps_the_launcher_waiting(rendezv
     for record in records:
         record.publish(rendezvous.store)
     rendezvous.store.add(protocol.STARTED, 2)
-    shutdown._say_farewell(JOB, rendezvous, watcher_of(learned, looked_for), stays=False)
+    shutdown._say_farewell(JOB, rendezvous.store, watcher_of(learned, looked_for), stays=False)
     assert learned == looked_for == records
     assert rendezvous.store.check([protocol.left(0)])
 

@@ -29,7 +29,7 @@ def has_left(session: str) -> bool:
 
 @dataclasses.dataclass
 class JobStore:
-    """This process's connection to the store of its job."""
+    """This process's connection to the store of its job, where the ranks met."""
 
     client: Client
     url: str  # where the ranks met, such as ``tcp://n1:23145``
@@ -53,10 +53,10 @@ class JobStore:
 
     @functools.cached_property
     def store(self) -> TorchStore:
-        """The whole store, for torch."""
+        """The part of the store that belongs to the job, for torch."""
         from distman._store.torch_store import TorchStore
 
-        store = TorchStore(self.client)
+        store = TorchStore(self.client, protocol.in_job(""))
         store.set_timeout(timedelta(seconds=self.timeout))
         return store
 
@@ -72,7 +72,6 @@ class JobStore:
 
     def leave_will(
         self,
-        store: TorchStore,
         me: Place,
         key: str = protocol.FAILURE,
         counter: str = protocol.NEWS,
@@ -83,7 +82,7 @@ class JobStore:
         """Let the process that serves the store tell of the end of this one, at once, as a :class:`Will` does."""
         died = FailureRecord.died(me)
         unreachable = FailureRecord.unreachable(me, self.client.door.unreachable_after)
-        store.register_will(key, counter, unless=unless, if_closed=pack(died), if_unreachable=pack(unreachable))
+        self.store.register_will(key, counter, unless=unless, if_closed=pack(died), if_unreachable=pack(unreachable))
 
     def close(self) -> None:
         """Leave the store and never use it again; it goes with its last user."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import resource
 import socket
@@ -14,7 +13,6 @@ import torch
 
 from distman._base.log import logger
 from distman._base.text import printable
-from distman._coordination import protocol
 from distman._coordination.messages import get_ready_to_decode
 from distman._coordination.timeouts import keep_threads
 from distman._job.device import is_sharing_allowed, visible_devices
@@ -25,7 +23,6 @@ from distman._job.meeting.peers import JoinRecord, Peer
 from distman._job.meeting.places import find_meeting, nothing
 from distman._job.meeting.secret import Protection, find_protection, learn_protection
 from distman._store.server import descriptors_for
-from distman._store.torch_store import TorchStore
 from distman._version import VERSION
 from distman.environments import LAUNCHERS, LaunchEnvironment
 from distman.errors import DistmanError
@@ -34,15 +31,6 @@ _FILES_PER_RANK = 2  # collectives open one or two connections to each rank; tho
 _CONNECTIONS_PER_RANK = 2  # to the store: of the program, and of what watches the other ranks
 _MAX_COMMAND = 60  # characters: a message has several
 _FILES_BESIDE = 512  # for data, libraries and the program itself
-
-
-@dataclasses.dataclass(frozen=True)
-class Rendezvous:
-    """A job whose ranks have met."""
-
-    job_store: JobStore
-    store: TorchStore  # the part of its store that belongs to this job
-    peers: tuple[Peer, ...]  # all ranks, in rank order
 
 
 def join(
@@ -54,8 +42,8 @@ def join(
     timeout: float,
     unreachable_after: float,
     on_meeting: Callable[[], None],
-) -> Rendezvous:
-    """Meet the other ranks of the job and exchange join records."""
+) -> tuple[JobStore, tuple[Peer, ...]]:
+    """Meet the other ranks of the job, and return all of them in rank order."""
     # ``on_meeting`` is called when this rank can be heard: from then on it is done here to tell the others of a
     # failure.
     allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
@@ -113,17 +101,15 @@ def join_at(
     source: str,
     environ: Mapping[str, str],
     on_meeting: Callable[[], None] = nothing,
-) -> Rendezvous:
+) -> tuple[JobStore, tuple[Peer, ...]]:
     """Exchange join records over a store that every rank has already reached; close it if that fails."""
     try:
-        store = job_store.store.part(protocol.job())
         on_meeting()
         expected = dict(enumerate(LAUNCHERS[me.launcher].expected_hosts(environ)))
-        peers = establish_membership(job_store, store, me, timeout=timeout, source=source, expected=expected)
+        return job_store, establish_membership(job_store, me, timeout=timeout, source=source, expected=expected)
     except BaseException:  # Ctrl-C too: a connection that is left open would count as a member
         job_store.close()
         raise
-    return Rendezvous(job_store, store, peers)
 
 
 def join_record_of(

@@ -48,7 +48,6 @@ from distman._job.meeting.peers import (
     describe_recounted,
     find_faults,
 )
-from distman._store.torch_store import TorchStore
 from distman.errors import JobFailed, RendezvousError
 
 _MOST_SURPLUS = 1_000  # processes beside the ranks whose records are read: a few show what is wrong
@@ -57,18 +56,11 @@ _ROW: Any = tuple[*typing.get_type_hints(Peer, include_extras=True).values()]  #
 
 
 def establish_membership(
-    job_store: JobStore,
-    store: TorchStore,
-    me: JoinRecord,
-    *,
-    timeout: float,
-    source: str,
-    expected: Mapping[int, str],
+    job_store: JobStore, me: JoinRecord, *, timeout: float, source: str, expected: Mapping[int, str]
 ) -> tuple[Peer, ...]:
     """Join, wait for all ranks of the job, and return them in rank order, the same on all ranks."""
-    # ``store`` is the part that belongs to this start alone; ``expected`` has the host of each rank, as far as the
-    # launcher tells. The errors are those of :func:`distman._job.meeting.join.join`, on every rank that arrived.
-    membership = _Membership(job_store, store, me, timeout, source, expected)
+    # ``expected`` has the host of each rank, as far as the launcher tells.
+    membership = _Membership(job_store, me, timeout, source, expected)
     peers: list[tuple[Peer, ...]] = []
 
     def take_part() -> None:
@@ -130,13 +122,13 @@ class _Verdict:
 @dataclasses.dataclass
 class _Membership:
     job_store: JobStore
-    store: TorchStore
     me: JoinRecord
     timeout: float
     source: str
     expected: Mapping[int, str]
 
     def __post_init__(self) -> None:
+        self.store = self.job_store.store
         self.started = time.monotonic()
         self.arrived: dict[int, JoinRecord] = {}
         self.ranks: set[int] = set()
@@ -149,20 +141,17 @@ class _Membership:
     def join_record(self) -> None:
         if self.job_store.is_opened_here:
             self.store.set(protocol.OPENER, str(self.me.rank))
-        self._leave_will()
+        # Nobody is to wait for this process if it dies before there is a verdict; that of rank 0 is one itself.
+        leave = functools.partial(self.job_store.leave_will, self.me, unless=protocol.VERDICT)
+        if self.me.rank == 0:
+            leave(protocol.VERDICT, protocol.MEMBERSHIP_EVENT, lambda record: _Verdict(failure=record).pack())
+        else:
+            leave(protocol.FAILURE, protocol.MEMBERSHIP_EVENT)
         place = count(self.store, protocol.JOINED, 1)
         self._receive({place: self.me})
         self.store.set(protocol.join_record(place), encode(self.me))
         if place >= self.me.world_size:
             self.store.set(protocol.MEMBERSHIP_EVENT, "full")
-
-    def _leave_will(self) -> None:
-        """Let nobody wait for this process if it dies before there is a verdict; that of rank 0 is one itself."""
-        leave = functools.partial(self.job_store.leave_will, self.store, self.me, unless=protocol.VERDICT)
-        if self.me.rank == 0:
-            leave(protocol.VERDICT, protocol.MEMBERSHIP_EVENT, lambda record: _Verdict(failure=record).pack())
-        else:
-            leave(protocol.FAILURE, protocol.MEMBERSHIP_EVENT)
 
     def judge(self) -> _Verdict:
         """Return rank 0's verdict, and publish it."""

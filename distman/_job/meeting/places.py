@@ -111,8 +111,8 @@ class Endpoint(ABC):
             shown = url_of((self.addresses[0], client.door.address[1]))
         opened = JobStore(client, shown, timeout, is_opened_here=True)
         # Before anybody is told where it is: a rank that enters waits for this one, which may die before it has joined.
-        part, event = opened.store.part(protocol.job()), protocol.MEMBERSHIP_EVENT
-        opened.leave_will(part, Here(rank), protocol.EARLY_FAILURE, event, unless=protocol.VERDICT)
+        early, event = protocol.EARLY_FAILURE, protocol.MEMBERSHIP_EVENT
+        opened.leave_will(Here(rank), early, event, unless=protocol.VERDICT)
         return opened
 
     def find(self, rank: int, timeout: float) -> JobStore:

@@ -39,7 +39,7 @@ class Meeting:
         self.all_listen = False  # all members of the group, which are of this host
         self._group, self._me = group, group.rank
         rendezvous = DistributedManager()._state.job.rendezvous
-        self._key = (rendezvous.job_store.key if rendezvous is not None else b"") or NO_SECRET
+        self._key = (rendezvous.key if rendezvous is not None else b"") or NO_SECRET
         here = group.neighbours.ranks
         self._others = [rank for rank in range(group.size) if rank != group.rank and group.ranks[rank] in here]
         with contextlib.ExitStack() as self._stack:  # what ends this early closes all

@@ -49,8 +49,7 @@ def enter(point, me, timeout=10.0):
 
 
 def take_part(job_store, me, timeout=10.0, expected=None):
-    store = job_store.store.part(protocol.job())
-    return establish_membership(job_store, store, me, timeout=timeout, source="the test", expected=expected or {})
+    return establish_membership(job_store, me, timeout=timeout, source="the test", expected=expected or {})
 
 
 def gather(point, *join_records, **options):
@@ -164,20 +163,18 @@ def test_who_opened_the_store_stays_until_all_know_what_is_wrong():
 
 def test_who_is_interrupted_while_it_parts_is_counted_once_as_one_that_knows():
     store = MemoryStore()
-    part = membership._Membership(
-        JobStore(store.client, "the store", 30.0), store, join_record(1), 10.0, "the test", {}
-    )
+    host = JobStore(store.client, "the store", 30.0)
+    part = membership._Membership(host, join_record(1), 10.0, "the test", {})
     with pytest.raises(RendezvousError, match="rank 0 is missing"):
         part.accept(membership._Verdict(error="rank 0 is missing"))
     part.is_over.set()
     part.withdraw(KeyboardInterrupt())
-    assert store.add(protocol.VERDICT_HEARD, 0) == 1
+    assert host.store.add(protocol.VERDICT_HEARD, 0) == 1
 
 
 def join_and_end(job_store, me):
     """Be counted, and end before there is a verdict, or without a look at it."""
-    store = job_store.store.part(protocol.job())
-    membership._Membership(job_store, store, me, 60.0, "the test", {}).join_record()
+    membership._Membership(job_store, me, 60.0, "the test", {}).join_record()
     job_store.close()
 
 
@@ -199,10 +196,10 @@ def test_a_rank_that_dies_while_others_are_awaited_is_named_at_once(point, dying
 def job_of_two(point):
     """A host and a call into its store, after ranks 0 and 1 have met there."""
     host = point.open(0, 10)
-    store = host.store.part(protocol.job())
+    store = host.store
 
     def call(me):
-        return establish_membership(host, store, me, timeout=10, source="the test", expected={})
+        return establish_membership(host, me, timeout=10, source="the test", expected={})
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(call, [join_record(0), join_record(1)]))
@@ -232,7 +229,7 @@ def test_the_end_of_a_rank_that_gave_up_is_not_told_in_place_of_its_reason(point
     host = point.open(0, 10)
     with pytest.raises(RendezvousError, match="missing: rank 0"):
         attend(point, join_record(1), timeout=0.1)
-    store = host.store.part(protocol.job())
+    store = host.store
     store.again(WATCHER).close()  # it comes after that end
     assert not store.check([protocol.FAILURE])
     host.close()
@@ -379,7 +376,7 @@ def test_rank_zero_says_who_has_another_secret_while_it_waits(point, monkeypatch
 def test_a_process_that_joins_with_nonsense_ends_the_start(point):
     garbage = json.dumps({**dataclasses.asdict(join_record(1)), "pid": "1"})
     with contextlib.closing(enter(point, join_record(0))) as job_store:
-        store = job_store.store.part(protocol.job())
+        store = job_store.store
         store.set(protocol.join_record(store.add(protocol.JOINED, 1)), garbage)
         with pytest.raises(MalformedMessageError, match="came as number 1 failed: pid: it must be int"):
             take_part(job_store, join_record(0))

@@ -83,7 +83,7 @@ def open_ports():
 
 def show_what_is_public(manager):
     """Write down what anybody can find out, or record, about the store."""
-    job_store = manager._state.job.rendezvous.job_store
+    job_store = manager._state.job.rendezvous
     door = job_store.store.client.door
     public = {"url": job_store.url, "job": door.job, "recorded": record(door), "ports": open_ports()}
     (FOLDER / "public.new").write_text(json.dumps(public))
