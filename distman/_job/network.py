@@ -66,7 +66,6 @@ def _use(name: str | None) -> None:
 
 @puts_back
 def forget_interface() -> None:
-    """Take back what was set here."""
     global _is_set
     if _is_set:
         os.environ.pop(_VARIABLE, None)
@@ -81,7 +80,6 @@ def _is_name_loopback() -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an address of this host."""
     if ":" in address:
         return _interface_of_ipv6(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as question:
@@ -164,16 +162,13 @@ def _find_wall(job: Job, store: TorchStore) -> str:
     with contextlib.suppress(dist.DistError):  # the store is gone: the job has failed
         own = store.clone()
         with contextlib.closing(own):
-            for rank in _one_of_each_host(job)[:_MOST_HOSTS]:
+            others = [peer for peer in reversed(job.roll_call) if peer.machine != job.peer.machine]
+            one_of_each_host = [*{peer.machine: peer.rank for peer in others}.values()]
+            for rank in random.sample(one_of_each_host, min(_MOST_HOSTS, len(one_of_each_host))):
                 reason = _wall_before(own, rank)
                 if reason:
                     return f"{job.peer} cannot reach {job.roll_call[rank]} at {reason}. {_REMEDY}"
     return ""
-
-
-def _one_of_each_host(job: Job) -> list[int]:
-    first = {peer.machine: peer.rank for peer in reversed(job.roll_call) if peer.machine != job.peer.machine}
-    return random.sample(ranks := [*first.values()], len(ranks))
 
 
 def _wall_before(store: TorchStore, rank: int) -> str:
@@ -192,7 +187,6 @@ def _wall_before(store: TorchStore, rank: int) -> str:
 
 
 def read_address(message: bytes, rank: int) -> tuple[Addresses, Port]:
-    """Return the names and addresses of a rank's host, and the port there."""
     return decode(message, tuple[Addresses, Port], f"the address of rank {rank}")
 
 

@@ -147,7 +147,9 @@ def adopt(
         environment = LaunchEnvironment(BARE.name, rank, world_size)
     hook.set_reporter(functools.partial(abort_job, environment))  # no rank waits for another one to arrive
     backend = dist.get_backend_config()
-    device = requested or _bound_device() or (None if "nccl" in backend else torch.device("cpu"))
+    world = dist.group.WORLD  # which takes tensors of no other device than the one it may be bound to
+    bound = world.bound_device_id if isinstance(world, dist.ProcessGroup) else None
+    device = requested or bound or (None if "nccl" in backend else torch.device("cpu"))
     me = join_record_of(environment, os.environ, device=device, backend=backend)
     unreachable_after = watch_limits.unreachable if watch_limits else timing.UNREACHABLE_UNWATCHED
     is_alone = world_size == 1 or dist.get_backend() == "fake"
@@ -171,12 +173,6 @@ def adopt(
     elif world_size == 1:
         hook.set_reporter(_tell_starter)
     return job
-
-
-def _bound_device() -> torch.device | None:
-    """Return the device that other code gave its process group, which takes tensors of no other one."""
-    group = dist.group.WORLD
-    return group.bound_device_id if isinstance(group, dist.ProcessGroup) else None
 
 
 def _make_current(device: torch.device) -> None:
@@ -292,7 +288,6 @@ def _join_in_group(me: JoinRecord, limits: Limits, unreachable_after: float) -> 
 
 
 def _leave_group(job: Job) -> None:
-    """Leave the process group after a failure."""
     if dist.is_initialized():  # else it was not made yet, or the rank has left the job
         end_groups(None, job.device, aborts=True)
 

@@ -83,7 +83,6 @@ class Client:
         self._call(frames.SET, key, value)
 
     def add(self, key: bytes, amount: int) -> int:
-        """Add to the number at a key, which begins at 0, and return the sum."""
         total: int = NUMBER.unpack(self._call(frames.ADD, key, NUMBER.pack(amount)))[0]
         return total
 
@@ -95,11 +94,9 @@ class Client:
         return self._call(frames.CHECK, *keys) == _YES
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
         return self._call(frames.COMPARE_SET, key, expected, desired)
 
     def delete(self, *keys: bytes) -> bool:
-        """Delete keys, and return whether all of them were there."""
         return self._call(frames.DELETE, *keys) == _YES
 
     def num_keys(self) -> int:
@@ -107,7 +104,6 @@ class Client:
         return number
 
     def multi_set(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
-        """Set several keys before anybody sees one of them."""
         self._call(frames.MULTI_SET, *[part for pair in pairs for part in pair])
 
     def get(self, key: bytes, limit: float) -> bytes:
@@ -131,11 +127,9 @@ class Client:
     def register_will(
         self, key: bytes, counter: bytes, *, unless: bytes, if_closed: bytes, if_unreachable: bytes
     ) -> None:
-        """Let the store do something when this process ends, see :class:`distman._store.table.Will`; do not wait."""
         self._call(frames.WILL, key, counter, unless, if_closed, if_unreachable)
 
     def revoke_will(self) -> None:
-        """Let the end of this process mean nothing; do not wait."""
         self._call(frames.WILL)
 
     def shut(self) -> None:

@@ -52,7 +52,6 @@ class InvalidRequestError(ValueError):
 
 
 def value_of(status: int, value: bytes) -> bytes:
-    """Return the value of a reply, or raise what its status says."""
     if status == frames.OK:
         return value
     if status == frames.TIMED_OUT:
@@ -125,7 +124,6 @@ class Connection:
                 self._lock.release()
 
     def _exchange(self, operation: int, fields: tuple[bytes, ...]) -> tuple[int, bytes]:
-        """Send a request, and return status and value of its reply."""
         self.raise_if_lost()
         try:
             self._send(operation, fields)
@@ -165,7 +163,6 @@ class Connection:
         self._sending = None
 
     def _finish_sending(self, message: bytes, num_sent: list[int]) -> None:
-        """Send what is left of a message."""
         while rest := memoryview(message)[sum(num_sent) :]:
             num_sent.extend(map(self._socket.send, (rest,)))
 
@@ -205,7 +202,6 @@ class Connection:
             missing = frames.num_missing(received)
 
     def _read(self, missing: int) -> None:
-        """Read so many bytes at least."""
         while missing > 0:
             self._pieces.extend(map(self._socket.recv, (min(max(missing, FEW_BYTES), MANY_BYTES),)))
             if not self._pieces[-1]:

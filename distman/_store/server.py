@@ -88,7 +88,6 @@ class Peer:
             self._poll.modify(self.number, EPOLLOUT)
 
     def flush(self) -> None:
-        """Send what was left over."""
         self._unsent = _after(self._send(self._unsent), self._unsent)
         if not self._unsent:
             self.is_behind = False
@@ -111,7 +110,6 @@ class Peer:
         self.socket.close()
 
     def _send(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """Return how much was sent."""
         # An error is kept until the end of the connection is read: the sender may be in the middle of telling many.
         try:
             return self.socket.send(pieces[0]) if len(pieces) == 1 else self.socket.sendmsg(pieces)
@@ -175,7 +173,6 @@ class Server:
         self._most_peers = most_descriptors - min(_SPARE_DESCRIPTORS, most_descriptors // 2)
 
     def serve(self) -> None:
-        """Serve until there is nobody left to serve."""
         while (pause := self._pause()) is not None:
             for number, events in self._poll.poll(pause):
                 if number == self._door:

@@ -60,13 +60,11 @@ class Table:
         self._num_made = 0
 
     def set(self, key: bytes, value: bytes) -> None:
-        """Set a key, and end the waits that this completes."""
         self._values[key] = value
         if key in self._waits:
             self._wake(key)
 
     def multi_set(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        """Set several keys before anybody sees one of them."""
         self._values.update(pairs)
         for key, _ in pairs:
             if key in self._waits:
@@ -133,7 +131,6 @@ class Table:
         return self._deadlines[0][0] if self._deadlines else None
 
     def expire(self, now: float) -> None:
-        """Answer the waits whose time is over."""
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             _, _, wait = heappop(self._deadlines)
             self.cancel(wait)

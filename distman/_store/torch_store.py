@@ -117,7 +117,6 @@ class TorchStore(dist.Store):
     def register_will(
         self, key: str, counter: str, *, unless: str, if_closed: str | bytes, if_unreachable: str | bytes
     ) -> None:
-        """Let the store do something when this process ends, see :class:`distman._store.table.Will`."""
         self.client.register_will(
             self.full_key(key),
             self.full_key(counter),
@@ -144,7 +143,6 @@ class TorchStore(dist.Store):
 
     @_with_errors_of_torch
     def num_keys(self) -> int:
-        """Return how many keys the whole store has."""
         return self.client.num_keys()
 
     @_with_errors_of_torch
@@ -160,7 +158,6 @@ class TorchStore(dist.Store):
         self.client.multi_set(zip(self._keys(keys), map(_bytes, values), strict=True))
 
     def has_extended_api(self) -> bool:
-        """Return that there are ``append``, ``multi_get`` and ``multi_set``."""
         return True
 
     deleteKey = delete_key  # noqa: N815 - the names under which torch's C++ looks for them

@@ -143,7 +143,6 @@ class Groups:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the groups that were created, in that order."""
         return tuple(self._made)
 
     def get(self, name: str) -> Group:
@@ -160,17 +159,14 @@ class Groups:
             )
         with WaitScope(f"group({name!r})"):
             check_all_run_here(ranks)
-            return self._make_at_first_use(name, ranks)
-
-    def _make_at_first_use(self, name: str, ranks: tuple[int, ...]) -> Group:
-        use = next(self._uses[name, ranks])
-        key = f"{name} {hashlib.sha256(str(ranks).encode()).hexdigest()[:16]} {use}"
-        step = protocol.first_use(key)
-        consensus = self._consensus(ranks, self._job.limits.rendezvous)
-        if consensus is not None and len(ranks) > 1:
-            consensus.require_success(step, None)
-        self._made[name] = self._make(name, ranks, key, self._members_store(protocol.failure_of(step)))
-        return self._made[name]
+            use = next(self._uses[name, ranks])
+            key = f"{name} {hashlib.sha256(str(ranks).encode()).hexdigest()[:16]} {use}"
+            step = protocol.first_use(key)
+            consensus = self._consensus(ranks, self._job.limits.rendezvous)
+            if consensus is not None and len(ranks) > 1:
+                consensus.require_success(step, None)
+            self._made[name] = self._make(name, ranks, key, self._members_store(protocol.failure_of(step)))
+            return self._made[name]
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """Return the ranks in the world of the group of that name that this rank belongs to."""
@@ -209,7 +205,6 @@ class Groups:
         raise _undefined_group(process_group.group_name, self._made, "a group that the manager made")
 
     def of(self, process_group: dist.ProcessGroup) -> Group:
-        """Return what is known of a process group, also one that other code made."""
         if process_group is self.world.process_group:
             return self._alive(self.world)
         for made in self._made.values():
@@ -267,7 +262,6 @@ class Groups:
         verbose: bool = False,
         place_matters: bool = True,
     ) -> None:
-        """Make all groups of a plan, or none."""
         # What ``make_plan`` raises is shown to the other ranks too, and raised on all ranks alike. ``place_matters``
         # warns where a group that would fit on a host crosses hosts.
         with WaitScope("group creation"):
@@ -315,7 +309,6 @@ class Groups:
         return plan
 
     def destroy(self, name: str) -> None:
-        """Destroy a group, with those orthogonal to it that were planned beside it, and forget its name."""
         # Every member does it, when none of its collectives is under way.
         check_speaks_for_rank("destroy_group()")
         self.partition(name)
@@ -329,7 +322,6 @@ class Groups:
                 self.destroy(companion)
 
     def close(self, *, aborts: bool = False) -> None:
-        """Destroy all groups."""
         self._end(self._made.values(), aborts=aborts)
         self._made.clear()
 
@@ -380,7 +372,6 @@ class Groups:
         return made, None
 
     def _make(self, name: str, ranks: tuple[int, ...], key: str, store: dist.Store | None) -> Group:
-        """Make one group; only its members take part, with the same new ``key``."""
         job = self._job
         if job.backend is None:
             return self._group(name, ranks, None)

@@ -137,5 +137,4 @@ def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _as_signed(number: int) -> int:
-    """Return a number as 64 bits hold it."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)

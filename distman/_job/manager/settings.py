@@ -42,8 +42,10 @@ def limits(
     variable, default = _TIMEOUT
     default = (shortest_timeout(adopted) if adopted is not None else None) or default
     return Limits(
-        collective=_seconds("timeout", timeout, variable, default),
-        rendezvous=_seconds("rendezvous_timeout", rendezvous_timeout, *_RENDEZVOUS_TIMEOUT),
+        _seconds_of(variable, default) if timeout is None else check_seconds("timeout", timeout),
+        _seconds_of(*_RENDEZVOUS_TIMEOUT)
+        if rendezvous_timeout is None
+        else check_seconds("rendezvous_timeout", rendezvous_timeout),
     )
 
 
@@ -63,7 +65,6 @@ def finds_unused_parameters() -> bool:
 
 
 def check_adopted_backend(backend: str | None) -> None:
-    """Check that the process group that is adopted has the backend that the program asks for."""
     there = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
     for part in (backend or "").split(","):
         device, _, name = part.rpartition(":")
@@ -85,10 +86,6 @@ def environment(method: str | None, *, use_distributed: bool | None) -> LaunchEn
     return detection.environment
 
 
-def _seconds(name: str, value: float | datetime.timedelta | None, variable: str, default: float) -> float:
-    return _seconds_of(variable, default) if value is None else check_seconds(name, value)
-
-
 def _seconds_of(variable: str, default: float) -> float:
     text = os.environ.get(variable)
     if not text:
@@ -103,7 +100,6 @@ def _seconds_of(variable: str, default: float) -> float:
 
 
 def watch_limits() -> WatchLimits | None:
-    """Return the limits of the watcher; None where it is switched off."""
     if not read_flag(os.environ, _WATCH, default=True):
         return None
     grace = _seconds_of(*_FAILURE_GRACE)
@@ -119,7 +115,6 @@ def _number(text: str) -> float | None:
 
 
 def warn_of_misspelt(rank: int) -> None:
-    """Say on rank 0 which variables have no effect."""
     if rank == 0:
         for sentence in misspelt_variables(os.environ):
             logger.warning(sentence)

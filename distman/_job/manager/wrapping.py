@@ -216,7 +216,6 @@ def _reset(module: Any) -> None:
 def materialize_all(
     module: torch.nn.Module, device: torch.device, parts: Parts | None, initialize: Initialize | None
 ) -> None:
-    """Initialize a module on one process in the order in which several do."""
     for unit in [*_units(module, parts), module] if is_on_meta(module) else []:
         materialize(unit, device, initialize)
 

@@ -19,7 +19,7 @@ from distman.errors import RendezvousError
 _FIRST_PORT = 23000
 _NUM_PORTS = 9000  # so many that two jobs of one host seldom derive the same one
 _NUM_CANDIDATES = 8  # ports tried in turn; jobs of one host seldom take more than a few
-_LOCALHOST = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 
 
 def is_on_one_host(environment: LaunchEnvironment, environ: Mapping[str, str]) -> bool:
@@ -31,7 +31,6 @@ def is_on_one_host(environment: LaunchEnvironment, environ: Mapping[str, str]) -
 
 
 def is_sent_over_mpi(environment: LaunchEnvironment, environ: Mapping[str, str]) -> bool:
-    """Return whether rank 0 tells the others by a broadcast over MPI where they meet."""
     launcher = LAUNCHERS[environment.launcher]
     if launcher.family is not Family.MPI or given_address(environ) or environment.is_on_one_node:
         return False
@@ -47,12 +46,6 @@ def derive_ports(job_id: str, secret: bytes | None = None) -> tuple[int, ...]:
     digests = (hmac.digest(secret, name, "sha256") if secret else hashlib.sha256(name).digest() for name in names)
     ports = (_FIRST_PORT + int.from_bytes(digest[:4], "big") % _NUM_PORTS for digest in digests)
     return tuple(dict.fromkeys(ports))
-
-
-def variable_of(environment: LaunchEnvironment, field: str) -> str:
-    """Return the variable that says a value; a launcher may have none for it, or derive it from others."""
-    names = LAUNCHERS[environment.launcher].fields.get(field)
-    return names[0] if names else field
 
 
 def given_address(environ: Mapping[str, str]) -> str | None:
@@ -72,9 +65,10 @@ def find_address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> 
             )
         return given, "MASTER_ADDR"
     if launcher.meets_on_first_node and environment.main_address is not None:
-        return environment.main_address, f"the first node of {variable_of(environment, 'main_address')}"
+        names = launcher.fields.get("main_address")  # none where it is derived from others
+        return environment.main_address, f"the first node of {names[0] if names else 'main_address'}"
     if environment.is_on_one_node:
-        return _LOCALHOST, "the launcher, which says that all ranks run on one node"
+        return _LOOPBACK, "the launcher, which says that all ranks run on one node"
     if environment.main_address is None:
         raise RendezvousError(
             f"MASTER_ADDR must be set when {environment.launcher} does not say where rank 0 runs, got nothing. "
@@ -85,7 +79,6 @@ def find_address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> 
 
 
 def find_ports(environ: Mapping[str, str], job_id: str, secret: bytes | None) -> tuple[tuple[int, ...], str]:
-    """Return the ports at which the ranks may meet and, for messages, where they come from."""
     text = read_text(environ, "MASTER_PORT")  # as detect() reads it
     if text is None:
         return derived_ports(job_id, secret)
@@ -117,7 +110,6 @@ def _spans_nodes(environment: LaunchEnvironment) -> bool:
 
 
 _OUTSIDE = "192.0.2.1"  # an address of no host, to which the way leads out
-_LOOPBACK = "127.0.0.1"
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost")
 
 

@@ -29,7 +29,6 @@ class Process:
 
     @property
     def command(self) -> list[str]:
-        """The program and its arguments; empty where they are not shown."""
         return _words(_folder(self.pid) / "cmdline")
 
     @property
@@ -40,7 +39,6 @@ class Process:
 
     @property
     def is_python(self) -> bool:
-        """Whether it is an interpreter of Python, as far as its name tells."""
         command = self.command
         return bool(command) and Path(command[0]).name.startswith(("python", "pypy"))
 

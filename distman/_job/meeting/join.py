@@ -62,7 +62,6 @@ def join(
 
 
 def warn_of_strangers(protection: Protection, environment: LaunchEnvironment, environ: Mapping[str, str]) -> None:
-    """Say where strangers can run code as the user."""
     for sentence in learn_protection(protection, environment, environ).warnings:
         logger.warning(sentence)
 
@@ -119,7 +118,6 @@ def join_record_of(
     device: torch.device | None,
     backend: str | None,
 ) -> JoinRecord:
-    """Return what this process tells the others of itself."""
     device_type, visible = visible_devices(device.type if device else None)
     command = printable(" ".join(sys.argv))
     return JoinRecord(

@@ -154,7 +154,6 @@ class _Membership:
             self.store.set(protocol.MEMBERSHIP_EVENT, "full")
 
     def judge(self) -> _Verdict:
-        """Return rank 0's verdict, and publish it."""
         verdict = self._wait(self._look, self._next_arrival, self.timeout, self._log_progress)
         return self._publish(verdict or _Verdict(error=self._missing()))
 

@@ -116,7 +116,6 @@ class Endpoint(ABC):
         return opened
 
     def find(self, rank: int, timeout: float) -> JobStore:
-        """Find the store of the job, as soon as it is opened."""
         client = self.find_client(rank, timeout)
         return JobStore.entered(client, url_of(client.door.address), timeout)
 
@@ -218,7 +217,6 @@ class Endpoint(ABC):
             raise RendezvousError(f"{error} [{self.source}].") from error
 
     def enter_own(self, door: Door, rank: int) -> Client:
-        """Enter a store that was started here."""
         try:
             return Client(door, rank=rank)
         except (OSError, ForeignServiceError) as error:
@@ -469,13 +467,11 @@ def url_of(address: Address) -> str:
 
 
 def explain(error: Exception) -> str:
-    """Return why something could not be reached, in words."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return text or type(error).__name__
 
 
 def listed(reasons: Mapping[str, str]) -> str:
-    """Return for messages why the store was at none of the places."""
     every = [f"{place}: {reason}" for place, reason in reasons.items()]
     more = [f"and {len(every) - _MOST_LISTED} more"] if len(every) > _MOST_LISTED else []
     return "; ".join([*every[:_MOST_LISTED], *more])

@@ -154,7 +154,6 @@ def find_agents(environment: LaunchEnvironment, environ: Mapping[str, str]) -> A
 
 
 def _ask_agent(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Agents:
-    """Return how the launcher's agents meet, as the store of the one on the first host tells."""
     from distman._torch_internals import is_static_rendezvous
 
     if environment.main_address is None or environment.main_port is None or environment.node_rank is None:
