@@ -10,7 +10,7 @@ import functools
 import itertools
 import sys
 import zlib
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -66,13 +66,12 @@ class Axis:
 
 Layout = dict[int, Axis]  # the split dims of a tensor, counted from its end: -1 is the last
 
-
-_layouts: MutableMapping[torch.Tensor, Layout] = WeakIdKeyDictionary()
+layouts: MutableMapping[torch.Tensor, Layout] = WeakIdKeyDictionary()
 
 
 def find_layout(tensor: torch.Tensor) -> Layout | None:
     """Return how a tensor is split, {} if it is whole; None if nobody knows."""
-    found = _layouts.get(tensor)
+    found = layouts.get(tensor)
     is_wrapped = found is None and tensor.grad_fn is not None  # the many that FSDP gathers parameters by are not
     return _of_same_numbers(tensor) if is_wrapped else found
 
@@ -84,7 +83,7 @@ def _of_same_numbers(tensor: torch.Tensor) -> Layout | None:
     """
     found: Layout | None = None
     place = _place_of(tensor)
-    for other, layout in _layouts.items():
+    for other, layout in layouts.items():
         if _place_of(other) == place is not None:
             if found is not None and found != layout:
                 return None
@@ -106,39 +105,12 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     return find_layout(tensor) or {}
 
 
-def set_layout(tensor: torch.Tensor, layout: Layout) -> None:
-    _layouts[tensor] = layout
-
-
 def axes_of(tensor: torch.Tensor, layout: Layout, num_dims: int) -> Layout:
     """Return how each of the last dims is cut, also those that are not."""
     return {dim: layout.get(dim) or Axis(None, tensor.shape[dim]) for dim in range(-num_dims, 0)}
 
 
 Boundary = Literal["zeros", "circular", "reflect", "replicate", "none"]
-BOUNDARIES = ("zeros", "circular", "reflect", "replicate", "none")
-
-
-class Run(NamedTuple):
-    """Neighbouring entries of a shard, and where they go in a window."""
-
-    source: int  # the first of them in the shard
-    target: int  # where the run starts in the window
-    length: int  # entries of the window
-    step: int = 1  # -1: in reverse order; 0: one entry of the shard, repeated
-
-    @property
-    def num_sent(self) -> int:
-        return self.length if self.step else 1
-
-    def source_in(self, shard: torch.Tensor, dim: int) -> torch.Tensor:
-        return shard.narrow(dim, self.source, self.num_sent)
-
-    def target_in(self, window: torch.Tensor, dim: int) -> torch.Tensor:
-        return window.narrow(dim, self.target, self.length)
-
-
-Runs = dict[int, list[Run]]  # by the rank at the other end
 
 
 @dataclass(frozen=True)
@@ -162,6 +134,15 @@ class Windows:
         return end - start
 
 
+class Plan(NamedTuple):
+    """How a rank's window is filled, and what its shard fills."""
+
+    kept: tuple[int, int, int]  # a stretch of its own shard: where it starts there and in the window, and its length
+    incoming: dict[int, torch.Tensor]  # other places of the window, by the rank that has their entries
+    outgoing: dict[int, torch.Tensor]  # other entries of the shard, by the rank whose window has them
+    beyond: torch.Tensor  # places of the window that nothing fills
+
+
 def longest_halo(boundary: Boundary, length: int) -> int:
     """Return how wide halos may be at the ends of a field, by torch's rules for padding."""
     most = {"reflect": max(length - 1, 0), "circular": length, "replicate": sys.maxsize if length else 0}
@@ -169,32 +150,29 @@ def longest_halo(boundary: Boundary, length: int) -> int:
 
 
 @functools.lru_cache(maxsize=512)
-def plan(windows: Windows, rank: int) -> tuple[Runs, Runs, list[Stretch]]:
-    """Return what a rank takes from whom, what it gives to whom, and the stretches of its window that are zero."""
+@torch.inference_mode(mode=False)
+def plan(windows: Windows, rank: int, device: torch.device) -> Plan:
     starts = [0, *itertools.accumulate(windows.sizes)]
-    incoming: Runs = {}
-    outgoing: Runs = {}
+    start, end = windows.bounds[rank]
+    first = min(max(start, starts[rank]), end)
+    num_kept = max(min(end, starts[rank + 1]) - first, 0)
+    kept = (first - starts[rank], first - start, num_kept) if num_kept else (0, 0, 0)
+    incoming, outgoing = {}, {}
     for receiver, bounds in enumerate(windows.bounds):
         is_within = bounds[0] >= 0 and bounds[1] <= starts[-1]
         if receiver != rank and is_within and (bounds[1] <= starts[rank] or bounds[0] >= starts[rank + 1]):
             continue  # the windows of many ranks, which have nothing of this one
-        for owner, run in runs_of(places(*bounds, starts[-1], windows.boundary), starts):
-            if receiver == rank:
-                incoming.setdefault(owner, []).append(run)
-            if owner == rank:
-                outgoing.setdefault(receiver, []).append(run)
-    covered = [(run.target, run.target + run.length) for runs in incoming.values() for run in runs]
-    return incoming, outgoing, gaps(covered, windows.length(rank))
-
-
-def gaps(covered: Sequence[Stretch], length: int) -> list[Stretch]:
-    """Return the stretches of a length that intervals, which may overlap, leave."""
-    found, place = [], 0
-    for start, end in [*sorted(covered), (length, length)]:
-        if start > place:
-            found.append((place, start))
-        place = max(place, end)
-    return found
+        entries = places(*bounds, starts[-1], windows.boundary)
+        owners = np.searchsorted(starts, entries, "right") - 1
+        if receiver == rank:
+            beyond = np.flatnonzero(owners < 0)
+            owners[kept[1] : kept[1] + num_kept] = -1
+            for owner in set(owners.tolist()) - {-1}:
+                incoming[owner] = torch.from_numpy(np.flatnonzero(owners == owner)).to(device)
+        mine = entries[owners == rank] - starts[rank]
+        if len(mine):
+            outgoing[receiver] = torch.from_numpy(mine).to(device)
+    return Plan(kept, incoming, outgoing, torch.from_numpy(beyond).to(device))
 
 
 def places(start: int, end: int, length: int, boundary: Boundary) -> IntArray:
@@ -208,18 +186,3 @@ def places(start: int, end: int, length: int, boundary: Boundary) -> IntArray:
     if boundary == "replicate":
         return found.clip(0, last)
     return np.where((found < 0) | (found > last), -1, found)
-
-
-def runs_of(entries: IntArray, starts: Sequence[int] = (0,)) -> Iterator[tuple[int, Run]]:
-    """Yield the runs that fill a window with these entries of a field, counted in the shards that start there."""
-    owners = np.searchsorted(starts, entries, "right") - 1
-    steps = np.diff(entries)
-    is_apart = (np.diff(owners) != 0) | (np.abs(steps) > 1)
-    has_begun = ~np.r_[True, is_apart][:-1]
-    turns = has_begun & (np.diff(steps, prepend=steps[:1]) != 0)  # rises after it fell, say
-    ends = np.flatnonzero(is_apart | turns) + 1
-    for target, end in itertools.pairwise([0, *ends.tolist(), len(entries)]):
-        if target < end and owners[target] >= 0:
-            owner, first, last = int(owners[target]), int(entries[target]), int(entries[end - 1])
-            step = (last > first) - (last < first) if end - target > 1 else 1
-            yield owner, Run(min(first, last) - starts[owner], target, end - target, step)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from distman.collectives import GroupLike, all_gather_v, broadcast_data, gather_v, resolve_group, scatter_v
 from distman.data import Hdf5Dataset
-from distman.domain._axes import Boundary, places, runs_of
+from distman.domain._axes import Boundary, places
 from distman.domain._halo import Halo, checked_windows, pair
 from distman.topology import split_sizes
 
@@ -48,17 +48,14 @@ def scatter_domain(
     check_dims(dims)
     groups = {dim: resolve_group(group) for dim, group in dims.items()}
     _check_weights(weights or {}, {dim: group.size for dim, group in groups.items()})
-    listed = list(groups.items())
     found: list[int] | str = _lengths(tensor, dims)
-    steps = []
-    for at, (dim, group) in enumerate(listed):
-        if all(other.rank == 0 for _, other in listed[at + 1 :]):
-            steps.append((at, dim, group))
-            found = broadcast_data(found, src=0, group=dims[dim])
+    for name in dims.values():  # what the last one brings is the first rank's everywhere
+        found = broadcast_data(found, src=0, group=name)
     if isinstance(found, str):
         raise ValueError(found)
-    for at, dim, group in steps:
-        tensor = scatter_v(tensor, block_sizes(found[at], dim, group.size, weights), dim, 0, dims[dim])
+    for at, (dim, group) in enumerate(groups.items()):
+        if all(other.rank == 0 for other in [*groups.values()][at + 1 :]):
+            tensor = scatter_v(tensor, block_sizes(found[at], dim, group.size, weights), dim, 0, dims[dim])
     if tensor is None:
         raise ValueError("dims must name a dim, got none. Pass {-1: 'world'}, say.")
     return tensor
@@ -228,14 +225,15 @@ class DomainDataset(Dataset[tuple[torch.Tensor, ...]]):
                 f"got the shapes {shapes}. Pass arrays with a row for each sample."
             )
         self._length: int = shapes[0][0]
-        self._windows: list[list[tuple[int, int, Boundary]]] = []  # of each array and dim
+        self._windows: list[list[_Window]] = []  # of each array and dim
         for shape in shapes:
-            windows: list[tuple[int, int, Boundary]] = [(0, length, "none") for length in shape[1:]]
+            windows = [_window(0, length, length, "none") for length in shape[1:]]
             for dim, members in groups.items() if len(shape) == ndim else ():
                 width = pair(halo.get(dim, 0) if isinstance(halo, Mapping) else halo)
                 beyond = boundary.get(dim, "zeros") if isinstance(boundary, Mapping) else boundary
                 sizes = block_sizes(shape[dim], dim, members.size, weights)
-                windows[dim] = *checked_windows(dim, sizes, width, beyond).bounds[members.rank], beyond
+                bounds = checked_windows(dim, sizes, width, beyond).bounds[members.rank]
+                windows[dim] = _window(*bounds, shape[dim], beyond)
             self._windows.append(windows)
 
     def __len__(self) -> int:
@@ -249,13 +247,20 @@ class DomainDataset(Dataset[tuple[torch.Tensor, ...]]):
         return self._source.arrays() if isinstance(self._source, Hdf5Dataset) else self._source
 
 
-def _read(array: Any, index: int, windows: Sequence[tuple[int, int, Boundary]]) -> torch.Tensor:
+_Window = tuple[int, list[tuple[slice, slice]]]  # its length, and stretches of the field with their places in it
+
+
+def _window(start: int, end: int, length: int, boundary: Boundary) -> _Window:
+    entries = places(start, end, length, boundary)
+    filled = np.flatnonzero(entries >= 0)
+    parts = np.split(filled, np.flatnonzero(np.diff(entries[filled]) != 1) + 1)
+    found = [(int(entries[part[0]]), int(part[0]), len(part)) for part in parts if len(part)]
+    return end - start, [(slice(one, one + num), slice(place, place + num)) for one, place, num in found]
+
+
+def _read(array: Any, index: int, windows: Sequence[_Window]) -> torch.Tensor:
     dtype = np.dtype(array.dtype).newbyteorder("=")  # torch takes this machine's byte order alone
-    block = np.zeros([end - start for start, end, _ in windows], dtype)
-    found = zip(windows, array.shape[1:], strict=True)
-    runs = [[run for _, run in runs_of(places(*window[:2], length, window[2]))] for window, length in found]
-    for parts in itertools.product(*runs):
-        piece = np.asarray(array[(index, *(slice(run.source, run.source + run.num_sent) for run in parts))])
-        piece = np.flip(piece, tuple(dim for dim, run in enumerate(parts) if run.step < 0))
-        block[tuple(slice(run.target, run.target + run.length) for run in parts)] = piece
+    block = np.zeros([length for length, _ in windows], dtype)
+    for parts in itertools.product(*(stretches for _, stretches in windows)):
+        block[tuple(place for _, place in parts)] = array[(index, *(stretch for stretch, _ in parts))]
     return torch.from_numpy(block) if block.ndim else torch.tensor(block)

@@ -27,8 +27,8 @@ from distman.domain._axes import (
     axes_of,
     find_layout,
     layout_of,
+    layouts,
     places,
-    set_layout,
 )
 from distman.domain._halo import Fetch
 from distman.errors import DistmanError
@@ -91,11 +91,11 @@ class Domain:
                 f"got one of {ndim} dims. Pass the block of a field."
             )
         fields = [one for one in tensors if one.ndim == ndim]
-        layouts: list[Layout] = [{} for _ in fields]
+        found: list[Layout] = [{} for _ in fields]
         for dim, group in self.dims.items():
             cuts: tuple[int, ...] = ()
             rows = all_gather_numbers([field.shape[dim] for field in fields], resolve_group(group))
-            for layout, sizes in zip(layouts, zip(*rows, strict=True), strict=True):
+            for layout, sizes in zip(found, zip(*rows, strict=True), strict=True):
                 cuts = cuts or tuple(itertools.accumulate(sizes))
                 layout[dim] = Axis(group, sum(sizes), cuts, dim)
                 if layout[dim].sizes != sizes:
@@ -105,9 +105,9 @@ class Domain:
                         "alike."
                     )
         for tensor in tensors:
-            set_layout(tensor, {})
-        for field, layout in zip(fields, layouts, strict=True):
-            set_layout(field, layout)
+            layouts[tensor] = {}
+        for field, layout in zip(fields, found, strict=True):
+            layouts[field] = layout
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Domain:
         copy = Domain(self.dims)  # groups are not copied
@@ -135,7 +135,7 @@ class OnBlocks:
                 output, out_layout = super().forward(input), layout  # type: ignore[misc]  # that of torch's layer
             else:
                 output, out_layout = self.compute(input, layout)
-            set_layout(output, {dim: axis for dim, axis in out_layout.items() if axis.cuts})
+            layouts[output] = {dim: axis for dim, axis in out_layout.items() if axis.cuts}
         return output
 
     def _layout(self, input: torch.Tensor) -> Layout:
@@ -224,7 +224,7 @@ class Guard(TorchFunctionMode):
         found = find_layout(tensor)
         if found is None and (isinstance(tensor, torch.nn.Parameter) or id(tensor) in self._own):
             found = {}
-            set_layout(tensor, found)  # to be found at once from now on
+            layouts[tensor] = found  # to be found at once from now on
         return found
 
     @functools.cached_property
@@ -259,7 +259,7 @@ class Guard(TorchFunctionMode):
         result = func(*args, **kwargs)
         if layout is not None:
             for tensor in _tensors(result):
-                set_layout(tensor, layout)
+                layouts[tensor] = layout
         return result
 
 
@@ -297,10 +297,10 @@ def _made(*_: Any) -> Layout:
 
 def _gradient(name: str, _func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
     """Return how the inputs are split, by which torch.autograd.grad differentiates; those of whole ones are sums."""
-    layouts = [layout_of(one) for one in _tensors(kwargs.get("inputs", args[1] if len(args) > 1 else ()))]
-    if not layouts or not all(one and one == layouts[0] for one in layouts):
+    found = [layout_of(one) for one in _tensors(kwargs.get("inputs", args[1] if len(args) > 1 else ()))]
+    if not found or not all(one and one == found[0] for one in found):
         raise _refusal(name, "it differentiates by what is not split as its other inputs are")
-    return layouts[0]
+    return found[0]
 
 
 def _pointwise(name: str, _func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
+from distman._base.arguments import check_choice
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
 from distman._torch_internals import EagerFunction
@@ -23,7 +24,7 @@ from distman.collectives import (
     shard_sizes,
     still_carried,
 )
-from distman.domain._axes import BOUNDARIES, Boundary, Run, Runs, Windows, gaps, longest_halo, plan
+from distman.domain._axes import Boundary, Windows, longest_halo, plan
 from distman.topology import is_whole_number
 
 Halo = int | tuple[int, int]
@@ -175,8 +176,7 @@ def pair(halo: Any) -> tuple[int, int]:
 
 def checked_windows(dim: int, sizes: Sequence[int], halo: tuple[int, int], boundary: Boundary) -> Windows:
     """Return the shards with their halos, if the field has such; with "none" they end where the field does."""
-    if boundary not in BOUNDARIES:
-        raise ValueError(f"boundary must be one of {', '.join(BOUNDARIES)}, got {boundary!r}. Choose one.")
+    check_choice("boundary", boundary, get_args(Boundary))
     most = longest_halo(boundary, sum(sizes))
     if max(halo) > most:
         raise ValueError(
@@ -227,16 +227,13 @@ class Fetch(EagerFunction):
     ) -> torch.Tensor:
         ctx.arguments = dim, windows, group
         tensor = still_carried(tensor, group)
-        incoming, outgoing, beyond = plan(windows, group.rank)
-        result = _empty(tensor, dim, windows.length(group.rank))
-        for start, end in beyond:
-            result.narrow(dim, start, end - start).fill_(value)
-        main, others = _own(incoming, group)
-        own = main.source_in(tensor, dim), main.target_in(result, dim)
-        sent = {rank: [run.source_in(tensor, dim) for run in runs] for rank, runs in outgoing.items()}
-        pieces = _swapped(sent, incoming, own, dim, group, f"windows {layout_of(tensor, dim)} dim {dim} {windows.text}")
-        for run, piece in [*((run, run.source_in(tensor, dim)) for run in others), *pieces]:
-            run.target_in(result, dim).copy_(piece.flip(dim) if run.step < 0 else piece)
+        kept, incoming, outgoing, beyond = plan(windows, group.rank, tensor.device)
+        result = _empty(tensor, dim, windows.length(group.rank)).index_fill_(dim, beyond, value)
+        own = tensor.narrow(dim, kept[0], kept[2]), result.narrow(dim, kept[1], kept[2])
+        sent = {rank: tensor.index_select(dim, entries) for rank, entries in outgoing.items()}
+        what = f"windows {layout_of(tensor, dim)} dim {dim} {windows.text}"
+        for rank, piece in _swapped(sent, incoming, own, dim, group, what):
+            result.index_copy_(dim, incoming[rank], piece)
         return result
 
     @staticmethod
@@ -251,20 +248,18 @@ class Deposit(EagerFunction):
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> torch.Tensor:
         ctx.arguments = dim, windows, group
         tensor = still_carried(tensor, group)
-        incoming, outgoing, _ = plan(windows, group.rank)
+        kept, incoming, outgoing, _ = plan(windows, group.rank, tensor.device)
         result = _empty(tensor, dim, windows.sizes[group.rank])
-        main, others = _own(incoming, group)
-        own = main.target_in(tensor, dim), main.source_in(result, dim)
-        for start, end in gaps([(main.source, main.source + main.length)], windows.sizes[group.rank]):
-            result.narrow(dim, start, end - start).zero_()
-        sent = {
-            rank: [_folded(tensor, dim, run) for run in runs] for rank, runs in incoming.items() if rank != group.rank
-        }
+        before, own_result, behind = result.tensor_split([kept[0], kept[0] + kept[2]], dim)
+        before.zero_()
+        behind.zero_()
+        own = tensor.narrow(dim, kept[1], kept[2]), own_result
+        sent = {rank: tensor.index_select(dim, entries) for rank, entries in incoming.items()}
         what = f"sums of windows {layout_of(tensor, dim)} dim {dim} {windows.text}"
         pieces = _swapped(sent, outgoing, own, dim, group, what)
         total = computable(result)
-        for run, piece in [*((run, _folded(tensor, dim, run)) for run in others), *pieces]:
-            run.source_in(total, dim).add_(piece)
+        for rank, piece in pieces:
+            total.index_add_(dim, outgoing[rank], computable(piece))
         return total.to(tensor.dtype)
 
     @staticmethod
@@ -272,47 +267,27 @@ class Deposit(EagerFunction):
         return Fetch.apply(grad, *ctx.arguments), None, None, None
 
 
-def _own(incoming: Runs, group: Group) -> tuple[Run, list[Run]]:
-    """Return the longest run that a rank's window has of its own shard as it is, maybe empty, and the others."""
-    runs = sorted(incoming.get(group.rank, []), key=lambda run: -run.length if run.step == 1 else 0)
-    if runs and runs[0].step == 1:
-        return runs[0], runs[1:]
-    return Run(0, 0, 0), runs
-
-
 def _swapped(
-    sent: dict[int, list[torch.Tensor]],
-    received: Runs,
+    sent: dict[int, torch.Tensor],
+    received: dict[int, torch.Tensor],
     own: tuple[torch.Tensor, torch.Tensor],
     dim: int,
     group: Group,
     what: str,
-) -> list[tuple[Run, torch.Tensor]]:
-    """Send the others their parts, copy this rank's own meanwhile, and return what came for runs, in rank order."""
-    sends, receives = ([own[0].narrow(dim, 0, 0)] * group.size for _ in range(2))
+) -> list[tuple[int, torch.Tensor]]:
+    """Send the others their parts, copy this rank's own meanwhile, and return what came for places, in rank order."""
+    nothing = own[0].narrow(dim, 0, 0)
+    sends = [sent.get(rank, nothing) for rank in range(group.size)]
+    receives = [nothing] * group.size
+    for rank, indices in received.items():
+        receives[rank] = _empty(nothing, dim, len(indices))
     sends[group.rank], receives[group.rank] = own
-    for rank in sent.keys() - {group.rank}:
-        sends[rank] = sent[rank][0] if len(sent[rank]) == 1 else torch.cat(sent[rank], dim)
-    nums = {rank: [run.num_sent for run in runs] for rank, runs in received.items() if rank != group.rank}
-    for rank in nums:
-        receives[rank] = _empty(own[0], dim, sum(nums[rank]))
     exchange(sends, receives, group, what)
-    return [
-        (run, piece)
-        for rank in sorted(nums)
-        for run, piece in zip(received[rank], receives[rank].split_with_sizes(nums[rank], dim), strict=True)
-    ]
+    receives[group.rank] = sent.get(group.rank, nothing)
+    return [(rank, receives[rank]) for rank in sorted(received)]
 
 
 def _empty(like: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     shape = list(like.shape)
     shape[dim] = length
     return new_empty(like, shape)
-
-
-def _folded(window: torch.Tensor, dim: int, run: Run) -> torch.Tensor:
-    """Return what a run of a window adds to the entries that it was made of, in their order."""
-    part = run.target_in(window, dim)
-    if run.step == 0:
-        return part.sum(dim, keepdim=True, dtype=part.dtype)
-    return part.flip(dim) if run.step < 0 else part
