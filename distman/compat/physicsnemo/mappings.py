@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from distman import mappings
 from distman.collectives import GroupLike
 from distman.compat.physicsnemo.utils import compute_split_shapes
-from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region, scatter_region
+from distman.mappings import (
+    copy_to_parallel_region,
+    gather_from_parallel_region,
+    reduce_from_parallel_region,
+    scatter_region,
+)
 
 __all__ = [
     "copy_to_parallel_region",
@@ -25,13 +27,3 @@ def scatter_to_parallel_region(input: torch.Tensor, dim: int, group: GroupLike) 
     Local; its backward pass is collective. Differentiable.
     """
     return scatter_region(input, dim, group, compute_split_shapes)
-
-
-def gather_from_parallel_region(
-    input: torch.Tensor, dim: int, shapes: Sequence[int] | None, group: GroupLike
-) -> torch.Tensor:
-    """Put the slices of the ranks of a region together.
-
-    Collective. Blocking. Differentiable.
-    """
-    return mappings.gather_from_parallel_region(input, dim, shapes, group)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,22 @@ __all__ = [
     "unmark_module_as_shared",
 ]
 
+P = ParamSpec("P")
+
 
 class _MarkError(ValueError, RuntimeError):
     """A module's parameters are marked as shared already, or are not: an error of distman, and one of physicsnemo."""
+
+
+def _raising_both(function: Callable[P, torch.nn.Module]) -> Callable[P, torch.nn.Module]:
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> torch.nn.Module:
+        try:
+            return function(*args, **kwargs)
+        except ValueError as error:
+            raise _MarkError(str(error)) from None
+
+    return call
 
 
 def compute_split_shapes(size: int, num_chunks: int) -> list[int]:
@@ -170,6 +184,7 @@ def indexed_all_to_all_v_wrapper_bwd(
     return torch.autograd.grad(received, sent, tensor)[0]
 
 
+@_raising_both
 def mark_module_as_shared(
     module: torch.nn.Module,
     process_group: GroupLike = None,
@@ -183,24 +198,10 @@ def mark_module_as_shared(
     Raises:
         _MarkError: A parameter is marked already.
     """
-    try:
-        return mappings.mark_module_as_shared(module, process_group, recurse, use_fp32_reduction)
-    except ValueError as error:
-        raise _MarkError(str(error)) from None
+    return mappings.mark_module_as_shared(module, process_group, recurse, use_fp32_reduction)
 
 
-def unmark_module_as_shared(module: torch.nn.Module, recurse: bool = True) -> torch.nn.Module:
-    """Do what :func:`distman.mappings.unmark_module_as_shared` does.
-
-    Local.
-
-    Raises:
-        _MarkError: None of the parameters is marked.
-    """
-    try:
-        return mappings.unmark_module_as_shared(module, recurse)
-    except ValueError as error:
-        raise _MarkError(str(error)) from None
+unmark_module_as_shared = _raising_both(mappings.unmark_module_as_shared)
 
 
 def _reduce(input_: torch.Tensor, use_fp32: bool = True, group: dist.ProcessGroup | None = None) -> torch.Tensor:
