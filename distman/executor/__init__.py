@@ -8,7 +8,7 @@
         results = executor.run(lambda device, power: torch.eye(3, device=device) ** power, 2)
 """
 
-from distman.executor._decorator import parallelize_on_gpus
+from distman.executor._decorator import parallelize_on_gpus, run_by as run_by
 from distman.executor._moving import as_cpu
 from distman.executor._parallel import ParallelExecutor
 

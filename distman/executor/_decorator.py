@@ -17,8 +17,7 @@ T = TypeVar("T")
 class OnEveryDevice(Protocol[P, T]):
     """A function that a call runs on every device."""
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """Run it on every device, and return the results in their order."""
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
 
     def shutdown(self) -> None:
         """End the workers. Blocks until they are gone."""
@@ -77,6 +76,11 @@ def parallelize_on_gpus(
         {3}
         >>> add.shutdown()
     """
+    return run_by(lambda: ParallelExecutor(num_gpus, pass_device))
+
+
+def run_by(make: Callable[[], ParallelExecutor]) -> Callable[..., Any]:
+    """Return a decorator: a call of the function runs it by the executor that the first call makes."""
 
     def decorate(function: Callable[..., T]) -> Callable[..., Any]:
         resident: list[ParallelExecutor] = []
@@ -84,7 +88,7 @@ def parallelize_on_gpus(
         @functools.wraps(function)
         def run_on_all(*args: Any, **kwargs: Any) -> list[T]:
             if not resident:
-                resident.append(ParallelExecutor(num_gpus, pass_device))
+                resident.append(make())
             return resident[0].run(function, *args, **kwargs)
 
         def shutdown() -> None:

@@ -1,7 +1,8 @@
 """What the package NNHandler is to its users: all names of its modules, in one.
 
 Change an import such as ``from nn_handler.utils.ddp_decorators import on_rank``, whatever module it names, to ``from
-distman.compat.nnhandler import on_rank``. What cannot be kept raises, and says what to write instead.
+distman.compat.nnhandler import on_rank``. Arguments mean what they mean there; what differs is said beside the name.
+What cannot be kept raises, and says what to write instead.
 """
 
 from __future__ import annotations

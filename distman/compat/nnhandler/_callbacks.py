@@ -46,16 +46,10 @@ def _validated(handler: Any) -> list[torch.nn.Module]:
 
 
 class ModelCheckpoint(_Monitoring):
-    """Saves the handler, or the weights alone, after the best epochs or after every so many.
+    """Saves the handler, or the weights alone, after the best epochs or after every ``save_freq``.
 
-    Args:
-        filepath: The file; names of results in braces are filled in, such as ``{epoch:02d}``.
-        monitor: Name of the result by which the best epoch is chosen.
-        mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
-        save_best_only: Save only when the result is the best so far.
-        save_weights_only: Save the state of the model alone; of its moving average, if there is one.
-        save_freq: Number of epochs between two saves, without ``save_best_only``.
-        verbose: Log each save.
+    In ``filepath``, names of results in braces are filled in, such as ``{epoch:02d}``. The weights are those of the
+    moving average, if there is one.
     """
 
     def __init__(
@@ -93,16 +87,7 @@ class ModelCheckpoint(_Monitoring):
 
 
 class EarlyStopping(_Monitoring):
-    """Ends the training when a result has stopped improving.
-
-    Args:
-        monitor: Name of the result.
-        min_delta: Smallest change that counts as an improvement.
-        patience: Number of epochs in a row without improvement after which the training ends.
-        mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
-        verbose: Log the end.
-        restore_best_weights: Go back to the weights of the best epoch when it ends the training.
-    """
+    """Ends the training after ``patience`` epochs in a row in which a result has not improved by ``min_delta``."""
 
     def __init__(
         self,
@@ -160,12 +145,7 @@ class EpochTimer(Callback):
 
 
 class ParameterNormMonitor(Callback):
-    """Puts the norm of all parameters among the results, as ``param_norm_2``.
-
-    Args:
-        log_freq_epoch: Number of epochs between two norms.
-        norm_type: Which norm; ``"inf"`` or a number.
-    """
+    """Puts the norm of all parameters, whose type is a number or ``"inf"``, among the results, as ``param_norm_2``."""
 
     def __init__(self, log_freq_epoch: int = 1, norm_type: float | str = 2) -> None:
         self.log_freq_epoch, self.norm_type = log_freq_epoch, float(norm_type)
@@ -178,13 +158,7 @@ class ParameterNormMonitor(Callback):
 
 
 class ParamScheduler(Callback):
-    """Sets an attribute of the module before each epoch.
-
-    Args:
-        parameter_name: Name of the attribute.
-        schedule: Has ``get_value(epoch)``.
-        verbose: Log each value.
-    """
+    """Sets an attribute of the module before each epoch, to what ``schedule.get_value(epoch)`` returns."""
 
     def __init__(self, parameter_name: str, schedule: Any, verbose: int = 0) -> None:
         self.parameter_name, self.schedule, self.verbose = parameter_name, schedule, verbose
@@ -207,29 +181,16 @@ class _Logger(Callback):
 
 
 class TensorBoardLogger(_Logger):
-    """Writes curves for TensorBoard; each run has a folder of its own in there.
-
-    Args:
-        log_dir: The folder of all runs.
-        comment: Name of the run; without one it is made.
-    """
+    """Writes curves for TensorBoard; each run has a folder of its own, named by ``comment`` if that is given."""
 
     def __init__(self, log_dir: str = "./logs", comment: str = "") -> None:
         self.tracker = TensorBoardTracker(log_dir, run=comment or None)
 
 
 class WandbLogger(_Logger):
-    """Writes curves to Weights & Biases.
+    """Writes curves to Weights & Biases, after each epoch.
 
-    Args:
-        project: The project.
-        entity: The user or team; None is the default one.
-        run_name: Name of the run; None makes one.
-        config: Hyperparameters.
-        log_freq_epoch: Is refused, but for 1.
-        log_model_topology: Is left out.
-        log_model_weights: Is refused.
-        log_weight_freq_epoch: Is left out.
+    Another ``log_freq_epoch`` is refused, as is ``log_model_weights``; the topology of the model is left out.
     """
 
     def __init__(

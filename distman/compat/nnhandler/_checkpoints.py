@@ -86,22 +86,12 @@ def _load(
     """Return a handler with the state in a file; the next training goes on from it.
 
     Collective. Blocking. Nothing in the file is run. To make a handler, the classes that the file names are called with
-    its arguments: public ones of torch, those that this program has used with a handler, and those that you list.
+    its arguments: public ones of torch, those that this program has used with a handler, and ``classes``.
 
-    Args:
-        owner: The class of the handler.
-        handler: The handler; None makes one like that which was saved.
-        path: A file of :meth:`NNHandler.save`, or, for a handler that there is, weights: bare, as of a model in
-            DistributedDataParallel, or at ``model_state_dict`` beside other states.
-        device: See :class:`NNHandler`.
-        strict_load: Raise where the names of weights differ from the model's; else a warning says so.
-        skip_optimizer: Leave out the optimizer, and the schedule and position of its training.
-        skip_scheduler: Leave out the scheduler.
-        skip_history: Leave out the results of epochs.
-        skip_callbacks: Leave out the states of callbacks, which those of the same classes get when they are added.
-        skip_sampler_sde: Leave out the state of the sampler.
-        skip_ema: Leave out the moving average of the weights.
-        classes: Classes of models, optimizers and schedulers that the file may name, too.
+    The file is one of :meth:`NNHandler.save`, or, for a handler that there is, weights: bare, as of a model in
+    DistributedDataParallel, or at ``model_state_dict`` beside other states. Where the names of weights differ from the
+    model's, a warning says so; with ``strict_load`` that is an error. ``skip_optimizer`` leaves out the schedule and
+    the position of its training too. Callbacks get the states of those of the same classes when they are added.
 
     Raises:
         CheckpointError: The file holds something else; or it names another class.

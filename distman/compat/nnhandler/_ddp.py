@@ -35,13 +35,8 @@ _unreported: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 def initialize_ddp(timeout: float | datetime.timedelta | None = None) -> Answer | None:
     """Bring the ranks together, and return what was found; None where a process group is there already.
 
-    Collective. A group that other code made is adopted.
-
-    Args:
-        timeout: Seconds that a collective may take; None is an hour.
-
-    Returns:
-        ``(distributed, rank, local_rank, world_size, device)``; the local rank of a lone process is -1.
+    Collective. A group that other code made is adopted. A collective may take ``timeout`` seconds, by default an hour.
+    The answer is ``(distributed, rank, local_rank, world_size, device)``; the local rank of a lone process is -1.
     """
     is_known = dist.is_initialized() and dist.group.WORLD not in _unreported
     manager = start(timeout=timeout)
@@ -60,12 +55,7 @@ def start(
 ) -> DistributedManager:
     """Initialize the manager, if the program has not: over the process group that is there, else as the launcher says.
 
-    Collective where there is one of these, else local.
-
-    Args:
-        device: Device of a process that is alone; a rank of a job has that of its place on its host.
-        use_distributed: False is one process whatever the launcher says.
-        timeout: Seconds that a collective may take; None leaves it to the manager.
+    The device is that of a process that is alone.
     """
     if DistributedManager.is_initialized():
         return DistributedManager()
@@ -137,12 +127,8 @@ def on_rank(
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
     """Let a function run on one rank, or on some, while the others wait; in a process that is alone it runs.
 
-    Local; the decorated function is collective. See :func:`distman.on_rank`.
-
-    Args:
-        rank: The rank, or several of them.
-        barrier: Let the ranks that run wait for the others as well.
-        check_exception: Makes no difference: an error on one rank is an error on all.
+    Local; the decorated function is collective. See :func:`distman.on_rank`. ``check_exception`` makes no difference:
+    an error on one rank is an error on all.
     """
     on_those = decorators.on_rank(rank, barrier)
 
@@ -159,13 +145,7 @@ def on_rank(
 
 
 class ParallelExecutor(executor.ParallelExecutor):
-    """A function on every device at once, in processes that stay from call to call.
-
-    Args:
-        num_gpus: How many GPUs to use; None takes all, or one CPU worker where there is no GPU.
-        pass_device: Whether functions take the device.
-        devices: The devices instead, such as ``["cpu", "cpu"]``.
-    """
+    """A function on every device at once, in processes that stay from call to call; ``devices`` may be CPUs."""
 
     def __init__(
         self,
@@ -203,19 +183,7 @@ def parallelize_on_gpus(
 
     Local. The arguments are those of :class:`ParallelExecutor`; it is made by the first call.
     """
-
-    def decorate(func: Callable[..., R]) -> Callable[..., list[R]]:
-        @functools.cache
-        def workers() -> ParallelExecutor:
-            return ParallelExecutor(num_gpus, pass_device, devices=devices)
-
-        @functools.wraps(func)
-        def call(*args: Any, **kwargs: Any) -> list[R]:
-            return workers().run(func, *args, **kwargs)
-
-        return call
-
-    return decorate
+    return executor.run_by(lambda: ParallelExecutor(num_gpus, pass_device, devices=devices))
 
 
 def _with_named_device(func: Callable[..., R]) -> Callable[..., R]:
@@ -236,12 +204,7 @@ def _with_named_device(func: Callable[..., R]) -> Callable[..., R]:
 def aggregate_metrics(metrics_dict: Mapping[str, float], world_size: int, device: object = None) -> dict[str, float]:
     """Return the mean of each metric over all ranks; one that is NaN is left out on its rank.
 
-    Collective. Blocking.
-
-    Args:
-        metrics_dict: This rank's metrics by name.
-        world_size: Number of ranks; with 1 the metrics are returned as they are.
-        device: Makes no difference.
+    Collective. Blocking. With ``world_size`` 1 they are returned as they are; ``device`` makes no difference.
     """
     is_alone = world_size <= 1 or find_job() is None
     return dict(metrics_dict) if is_alone else metrics.aggregate_metrics(metrics_dict)
@@ -250,7 +213,7 @@ def aggregate_metrics(metrics_dict: Mapping[str, float], world_size: int, device
 def aggregate_loss(loss_value: float, world_size: int, device: object = None) -> float:
     """Return the mean loss over all ranks; one that is NaN is left out on its rank.
 
-    Collective. Blocking. The arguments are those of :func:`aggregate_metrics`.
+    Collective. Blocking. The arguments are as those of :func:`aggregate_metrics`.
     """
     return loss_value if world_size <= 1 or find_job() is None else metrics.aggregate_loss(loss_value)
 
@@ -258,11 +221,7 @@ def aggregate_loss(loss_value: float, world_size: int, device: object = None) ->
 def broadcast_data(data: T, src: int = 0) -> T:
     """Return one rank's data on all ranks; a tensor of the same shape and type is written in place.
 
-    Collective. Blocking.
-
-    Args:
-        data: On ``src`` anything that can be pickled; elsewhere a tensor to receive, or anything.
-        src: The rank whose data it is.
+    Collective. Blocking. On ``src`` it is anything that can be pickled; elsewhere a tensor to receive, or anything.
     """
     if find_job() is None:
         return data

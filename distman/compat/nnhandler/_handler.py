@@ -37,20 +37,9 @@ class NNHandler:
     """A model and everything that its training needs, with the calls of NNHandler; distman's handler does the work.
 
     Collective. Its methods are local where they do not say otherwise. What is not found here is looked for in the
-    model.
-
-    Args:
-        model_class: The model's class.
-        device: Device of a process that is alone; a rank of a job has that of its place on its host.
-        logger_mode: Where rank 0 logs a line for each epoch; None for nowhere.
-        logger_filename: The file.
-        logger_filemode: How it is opened.
-        logger_level: From which level on to log.
-        save_model_code: Is refused.
-        model_type: What the model is called with, and what its loss is.
-        use_distributed: False is one process whatever the launcher says.
-        ddp_kwargs: ``find_unused_parameters`` and ``broadcast_buffers``.
-        model_kwargs: Arguments of the model's class.
+    model. ``device`` is that of a process that is alone; a rank of a job has that of its place on its host. With
+    ``use_distributed=False`` there is one process whatever the launcher says. ``save_model_code`` is refused, as are
+    ``ddp_kwargs`` but for ``find_unused_parameters`` and ``broadcast_buffers``.
 
     Attributes:
         distman: The handler that does the work, for what is not here.
@@ -245,10 +234,7 @@ class NNHandler:
     def set_loss_fn(self, loss_fn: Callable[..., Any], pass_epoch_to_loss: bool = False, **kwargs: Any) -> None:
         """Set the loss function: of outputs, targets and ``kwargs``, or of samples, equation, model and device.
 
-        Args:
-            loss_fn: The function; of several losses that it returns the first is minimized.
-            pass_epoch_to_loss: Pass the index of the epoch too, as ``epoch``.
-            kwargs: What it is always called with.
+        Of several losses that it returns the first is minimized.
         """
         self.distman.set_loss_fn(self._bridge.loss if callable(loss_fn) else loss_fn, forward=self._bridge.forward)
         self._loss_fn, self.pass_epoch_to_loss, self.loss_fn_kwargs = loss_fn, pass_epoch_to_loss, kwargs
@@ -338,20 +324,8 @@ class NNHandler:
     ) -> None:
         """Train for so many epochs more. Steps whose loss or gradient is not finite are left out.
 
-        Collective. Blocking.
-
-        Args:
-            epochs: Number of epochs.
-            validate_every: Number of epochs from one validation to the next; 0 or None for none.
-            gradient_accumulation_steps: Number of batches whose gradients make a step.
-            use_amp: Mixed precision in float16, on a GPU.
-            gradient_clipping_norm: Largest 2-norm of the gradient.
-            ema_decay: Decay of a moving average of the weights, which are the model's in the end; 0 for none.
-            seed: Seeds torch.
-            progress_bar: Show a progress bar on a terminal.
-            debug_print_interval: Is refused.
-            save_on_last_epoch: Save after the last epoch too, if :meth:`auto_save` has been called.
-            epoch_train_and_val_pbar: Makes no difference.
+        Collective. Blocking. With ``use_amp`` mixed precision is float16, on a GPU; ``ema_decay`` is that of a moving
+        average of the weights, which are the model's in the end. ``debug_print_interval`` is refused.
         """
         refuse(debug_print_interval=debug_print_interval)
         if seed is not None:
@@ -391,13 +365,9 @@ class NNHandler:
         name: str = "model_epoch{epoch:02d}",
         overwrite: bool = False,
     ) -> None:
-        """Save the handler after every so many epochs.
+        """Save the handler after every so many epochs; -1 is after the last one only, None or 0 never.
 
-        Args:
-            interval: Number of epochs; -1 is after the last one only, None or 0 never.
-            save_path: The folder.
-            name: Name of the file; names of results in braces are filled in.
-            overwrite: Remove the file that was saved before.
+        In the name of the file, names of results in braces are filled in.
         """
         self.save_interval, self.save_path = interval, save_path
         self.save_model_name, self.overwrite_last_saved = name, overwrite
@@ -526,14 +496,9 @@ class NNHandler:
         self.sde = sde_class(**sde_kwargs)
 
     def score(self, t: torch.Tensor | float, x: torch.Tensor, *args: Any) -> torch.Tensor:
-        """Return the estimated gradient of the log-density of the noisy data.
+        """Return the estimated gradient of the log-density of noisy data of shape ``(batch, *)``.
 
-        Differentiable.
-
-        Args:
-            t: One time, or one for each sample.
-            x: Noisy samples, shape ``(batch, *)``.
-            args: What the model takes besides.
+        Differentiable. There is one time, or one for each sample; the model takes ``args`` besides.
         """
         return self._score(self.module, t, x, *args)
 
@@ -564,23 +529,9 @@ class NNHandler:
     ) -> torch.Tensor:
         """Draw samples by the reverse equation: the same on all ranks, which share the work if there is no condition.
 
-        Collective. Blocking. Samples that are not finite are an error.
-
-        Args:
-            shape: Shape of the samples, ``(n, *)``.
-            steps: Number of steps.
-            corrector_steps: Is refused, as are the arguments from ``patch_size`` on.
-            condition: What the model takes besides times and samples.
-            likelihood_score_fn: A function of times and samples, whose value is added to the score.
-            guidance_factor: The factor of that.
-            apply_ema: Use the moving average of the weights, if there is one.
-            bar: Makes no difference.
-            stop_on_NaN: Makes no difference.
-            patch_size: Is refused.
-            stride: Is refused.
-            patch_chunk: Is refused.
-            corrector_snr: Is of no use without ``corrector_steps``.
-            on_step: Is refused.
+        Collective. Blocking. Samples that are not finite are an error, whatever ``stop_on_NaN`` is. ``condition`` is
+        what the model takes besides times and samples; ``likelihood_score_fn`` is a function of these two, whose value
+        is added to the score. ``corrector_steps``, patches and ``on_step`` are refused, ``bar`` makes no difference.
 
         Raises:
             TypeError: The equation is not one of :mod:`distman.score`.
@@ -612,19 +563,9 @@ class NNHandler:
     ) -> torch.Tensor:
         """Return the log-density of samples, in nats, on all ranks, which share the work.
 
-        Collective. Blocking. The steps of the solver are as many as its precision needs.
-
-        Args:
-            x: The samples, shape ``(n, *)``, the same on all ranks.
-            args: What the model takes besides.
-            ode_steps: Makes no difference.
-            n_cotangent_vectors: Number of random vectors by which a trace is estimated.
-            noise_type: Their distribution.
-            method: Makes no difference.
-            t0: Is refused, as is ``t1``.
-            t1: Is refused.
-            apply_ema: Use the moving average of the weights, if there is one.
-            pbar: Makes no difference.
+        Collective. Blocking. The samples are the same on all ranks, of shape ``(n, *)``; the model takes ``args``
+        besides. ``t0`` and ``t1`` are refused; ``ode_steps``, ``method`` and ``pbar`` make no difference: the steps of
+        the solver are as many as its precision needs.
 
         Raises:
             TypeError: The equation is not one of :mod:`distman.score`.

@@ -105,14 +105,8 @@ def initialize_logger(
 def denoising_score_matching(samples: torch.Tensor, sde: Any, model: Any, device: object, *args: Any) -> torch.Tensor:
     """Return the denoising score matching loss, of an equation of :mod:`distman.score` or one with ``marginal_prob``.
 
-    Local. Differentiable.
-
-    Args:
-        samples: Samples of the data, shape ``(batch, *)``.
-        sde: The equation.
-        model: The network, called with times, noisy samples and ``args``.
-        device: Makes no difference.
-        args: What the network takes besides.
+    Local. Differentiable. The samples are of shape ``(batch, *)``; the network is called with times, noisy samples and
+    ``args``. ``device`` makes no difference.
     """
     if isinstance(sde, SDE):
         return denoising_loss(lambda t, x: model(t, x, *args), sde, samples)
