@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import math
 import os
 import selectors
@@ -14,9 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 from distman._base import timing
 from distman._base.process_tree import adopt_orphans, end_descendants, running_children
@@ -25,6 +25,7 @@ from distman._cli.keep.placement import Here, Placement, place
 from distman._cli.keep.verdict import Ended, Notes, Verdict, judge, waits_for_lost_hosts
 from distman._cli.parser import at_least
 from distman._cli.run.job import ending_with_starter
+from distman._cli.run.outcome import OF_A_SHELL
 from distman._cli.signals import heard, is_from_terminal, received
 from distman._coordination.failure.starter import FAILURE, KEEP_FOLDER
 
@@ -35,7 +36,6 @@ _EPILOG = (
 _RESTARTS = 2
 _KEPT_BYTES = 1 << 16  # of what was written last to standard error
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SHELL = 128  # what a shell adds to the number of the signal that ended a command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,174 +99,154 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
 
 
+@dataclasses.dataclass
 class _Keeper:
-    def __init__(
-        self, arguments: argparse.Namespace, placement: Placement, folder: Path, signals: socket.socket
-    ) -> None:
-        self._arguments = arguments
-        self._placement = placement
-        self._folder = folder
-        self._signals = signals
-        self._bad_hosts: set[str] = set()
-        self._saved = -1  # the step of the last checkpoint
-        self._fruitless = 0  # tries in a row without a new one
+    arguments: argparse.Namespace
+    placement: Placement
+    folder: Path
+    signals: socket.socket
+    bad_hosts: set[str] = dataclasses.field(default_factory=set)
+    saved: int = -1  # the step of the last checkpoint
+    fruitless: int = 0  # tries in a row without a new one
 
     def run(self) -> int:
         """Start tries until one ends the job, and return its exit code."""
         while True:
-            folder = Path(tempfile.mkdtemp(dir=self._folder))
-            command = self._placement.next_command(self._bad_hosts)
-            ended = _run_attempt(command, folder, self._arguments.grace, self._placement, self._signals)
+            folder = Path(tempfile.mkdtemp(dir=self.folder))
+            # The ranks write into the folder what happens. The command gets SIGTERM where this process is killed.
+            process = subprocess.Popen(
+                self.placement.next_command(self.bad_hosts),
+                env={**os.environ, KEEP_FOLDER: str(folder)},
+                stderr=subprocess.PIPE,
+                preexec_fn=ending_with_starter(signal.SIGTERM),
+            )
+            ended = _Watch(process, folder, self.arguments.grace, self.placement, self.signals).wait()
             notes = Notes.read(folder)
-            self._count(notes)
+            self._count(notes.saved)
             if self._is_done(ended) or self._gives_up(ended, notes):
                 return ended.exit_code
             _say("starts the job again.")
 
     def _is_done(self, ended: Ended) -> bool:
         """Return whether the job is complete, or is to be ended or queued again by others."""
-        until = self._arguments.until
-        is_complete = ended.exit_code == 0 and (until is None or self._saved >= until)
+        until = self.arguments.until
+        is_complete = ended.exit_code == 0 and (until is None or self.saved >= until)
         return is_complete or ended.interruption is not None or ended.exit_code == os.EX_TEMPFAIL
 
     def _gives_up(self, ended: Ended, notes: Notes) -> bool:
         """Say why the try failed, leave out bad hosts, and return whether there can be no further try."""
         if ended.exit_code:
-            verdict = judge(notes, ended, self._placement.check)
+            verdict = judge(notes, ended, self.placement.check)
         else:
-            verdict = Verdict(f"it ended before step {self._arguments.until} was saved")
-        bad_hosts = sorted(verdict.bad_hosts.intersection(self._placement.hosts))
-        self._bad_hosts.update(bad_hosts)
+            verdict = Verdict(f"it ended before step {self.arguments.until} was saved")
+        bad_hosts = sorted(verdict.bad_hosts.intersection(self.placement.hosts))
+        self.bad_hosts.update(bad_hosts)
         left_out = f" Left out from now on: {', '.join(bad_hosts)}." if bad_hosts else ""
-        saved = "Nothing was saved." if self._saved < 0 else f"Last saved: step {self._saved}."
+        saved = "Nothing was saved." if self.saved < 0 else f"Last saved: step {self.saved}."
         _say(f"{verdict.reason}.{left_out} {saved}")
-        lack = self._placement.lacks_hosts(self._bad_hosts)
-        if self._fruitless > self._arguments.restarts:
-            lack = f"{self._fruitless} tries in a row have saved nothing new"
+        lack = self.placement.lacks_hosts(self.bad_hosts)
+        if self.fruitless > self.arguments.restarts:
+            lack = f"{self.fruitless} tries in a row have saved nothing new"
         if lack is not None:
             _say(f"gives up: {lack}.")
         return lack is not None
 
-    def _count(self, notes: Notes) -> None:
-        is_new = notes.saved is not None and notes.saved > self._saved
-        self._fruitless = 0 if is_new else self._fruitless + 1
-        if notes.saved is not None:
-            self._saved = max(self._saved, notes.saved)
+    def _count(self, saved: int | None) -> None:
+        if saved is not None and saved > self.saved:
+            self.saved, self.fruitless = saved, 0
+        else:
+            self.fruitless += 1
 
 
-def _run_attempt(
-    command: Sequence[str], folder: Path, grace: float, placement: Placement, signals: socket.socket
-) -> Ended:
-    """Start a command, and return when it has ended; signals that this process hears are handed on to it.
-
-    The ranks write into ``folder`` what happens. Once one has failed, the command has ``grace`` seconds to end. It gets
-    SIGTERM where this process is killed.
-    """
-    environ = {**os.environ, KEEP_FOLDER: str(folder)}
-    process = subprocess.Popen(
-        command, env=environ, stderr=subprocess.PIPE, preexec_fn=ending_with_starter(signal.SIGTERM)
-    )
-    return _Watch(process, folder, grace, placement, signals).wait()
-
-
+@dataclasses.dataclass
 class _Watch:
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        folder: Path,
-        grace: float,
-        placement: Placement,
-        signals: socket.socket,
-    ) -> None:
-        self._process = process
-        self._folder = folder
-        self._grace = grace
-        self._placement = placement
-        self._signals = signals
-        self._written = b""
-        self._interruption: int | None = None
-        self._steps: list[tuple[float, int]] = []  # when to send which signal
-        self._is_ended = False
+    """One try, to which the signals that this process hears are handed on."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    grace: float  # seconds in which the command has to end once a rank has failed
+    placement: Placement
+    signals: socket.socket
+    written: bytes = b""  # last to standard error
+    interruption: int | None = None
+    steps: list[tuple[float, int]] = dataclasses.field(default_factory=list)  # when to send which signal
+    is_ended: bool = False
 
     def wait(self) -> Ended:
-        reader = threading.Thread(target=self._show, args=(cast("IO[bytes]", self._process.stderr),), daemon=True)
+        reader = threading.Thread(target=self._show, args=(self.process.stderr,), daemon=True)
         reader.start()
-        end = os.pidfd_open(self._process.pid)
+        end = os.pidfd_open(self.process.pid)
         with selectors.DefaultSelector() as selector:
             selector.register(end, selectors.EVENT_READ)
-            selector.register(self._signals, selectors.EVENT_READ)
-            while self._process.poll() is None:
+            selector.register(self.signals, selectors.EVENT_READ)
+            while self.process.poll() is None:
                 selector.select(timing.KEEP_EVERY)
-                for number in received(self._signals):
+                for number in received(self.signals):
                     self._hand_on(number)
                 self._look_for_failure()
                 self._take_steps()
             selector.unregister(end)
             os.close(end)
-            has_failed = self._process.returncode != 0 or self._interruption is not None
-            if has_failed and isinstance(self._placement, Here):  # srun leaves nothing
+            has_failed = self.process.returncode != 0 or self.interruption is not None
+            if has_failed and isinstance(self.placement, Here):  # srun leaves nothing
                 self._end_rest(selector)
         reader.join(timing.KEEP_AFTER_TERM)  # a process that was left behind may hold the other end
-        code = self._process.returncode
-        return Ended(code if code >= 0 else _SHELL - code, self._errors, self._interruption, self._is_ended)
+        code = self.process.returncode
+        return Ended(code if code >= 0 else OF_A_SHELL - code, self._errors, self.interruption, self.is_ended)
 
     def _end_rest(self, selector: selectors.BaseSelector) -> None:
         """End what the command has left behind, as a shell script does that dies of SIGTERM: it may still save.
 
         Where this process is asked to end, it has the time that it needs, unless that is asked for again.
         """
-        end = math.inf if self._interruption is not None else time.monotonic() + timing.KEEP_AFTER_TERM
+        end = math.inf if self.interruption is not None else time.monotonic() + timing.KEEP_AFTER_TERM
         told: set[int] = set()
         while rest := running_children():
             for pid in rest - told:
                 os.kill(pid, signal.SIGTERM)
             told |= rest
             selector.select(timing.KEEP_EVERY)
-            for number in received(self._signals):
+            for number in received(self.signals):
                 if number in _ENDING:
-                    end = end if self._interruption is None or number == signal.SIGHUP else 0.0  # at once
-                    self._interruption = number
+                    end = end if self.interruption is None or number == signal.SIGHUP else 0.0  # at once
+                    self.interruption = number
             if time.monotonic() >= end:
                 end_descendants()
 
     @property
     def _errors(self) -> str:
-        return self._written.decode(errors="backslashreplace")
+        return self.written.decode(errors="backslashreplace")
 
     def _show(self, stream: IO[bytes]) -> None:
         """Show what is written to standard error, and keep the last of it."""
         while data := os.read(stream.fileno(), _KEPT_BYTES):
-            self._written = (self._written + data)[-_KEPT_BYTES:]
+            self.written = (self.written + data)[-_KEPT_BYTES:]
             with contextlib.suppress(OSError):  # nobody reads it any more; the command must still be able to write
                 sys.stderr.buffer.write(data)
                 sys.stderr.buffer.flush()
 
     def _hand_on(self, number: int) -> None:
         if number in _ENDING:
-            self._interruption = number
+            self.interruption = number
         if number != signal.SIGWINCH and not (number == signal.SIGINT and is_from_terminal()):
-            self._process.send_signal(number)
+            self.process.send_signal(number)
 
     def _look_for_failure(self) -> None:
         """Give the command its time to end once a rank has failed; none where it waits for lost hosts alone."""
-        if self._is_ended or not any(self._folder.glob(FAILURE.format("*"))):
+        if self.is_ended or not any(self.folder.glob(FAILURE.format("*"))):
             return
-        now = time.monotonic()
-        if not self._steps:
-            self._steps = [
-                (now + self._grace, signal.SIGTERM),
-                (now + self._grace + timing.KEEP_AFTER_TERM, signal.SIGKILL),
-            ]
-        if waits_for_lost_hosts(Notes.read(self._folder), self._errors):
-            self._steps = [(now, signal.SIGTERM), (now + timing.KEEP_AFTER_TERM, signal.SIGKILL)]
+        is_lost = waits_for_lost_hosts(Notes.read(self.folder), self._errors)
+        if is_lost or not self.steps:
+            end = time.monotonic() + (0.0 if is_lost else self.grace)
+            self.steps = [(end, signal.SIGTERM), (end + timing.KEEP_AFTER_TERM, signal.SIGKILL)]
 
     def _take_steps(self) -> None:
-        while self._steps and self._steps[0][0] <= time.monotonic():
-            _, number = self._steps.pop(0)
-            if not self._is_ended:
-                self._placement.end_step(Notes.read(self._folder).step)
-            self._is_ended = True
-            self._process.send_signal(number)
+        while self.steps and self.steps[0][0] <= time.monotonic():
+            _, number = self.steps.pop(0)
+            if not self.is_ended:
+                self.placement.end_step(Notes.read(self.folder).step)
+            self.is_ended = True
+            self.process.send_signal(number)
 
 
 def _say(sentence: str) -> None:

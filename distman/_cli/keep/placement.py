@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -66,32 +65,22 @@ class Here:
         """Leave it to the launcher."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What srun was told of nodes, and the rest of its command."""
-
-    nodes: int | None
-    tasks: int | None
-    rest: tuple[str, ...]
-
-
 class InAllocation:
     """Starts each try by srun, on the good hosts of a Slurm allocation."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], spare: int, min_nodes: int | None) -> None:
-        self._options = read_options(command[1:])
+        nodes, tasks, self._options = read_options(command[1:])
         self._srun = command[0]
         self._job = environ["SLURM_JOB_ID"]
         self.hosts = tuple(parse_hostlist(environ["SLURM_JOB_NODELIST"]))
-        self._wanted = self._options.nodes or len(self.hosts) - spare
+        self._wanted = nodes or len(self.hosts) - spare
         if not 1 <= self._wanted <= len(self.hosts) - spare:
             raise ValueError(
                 f"{len(self.hosts)} nodes are too few for {self._wanted} and {spare} spare ones. Ask for more nodes "
                 "with sbatch --nodes, or for fewer with --spare."
             )
-        tasks = environ.get("SLURM_NTASKS")
-        all_tasks = int(tasks) * self._wanted // len(self.hosts) if tasks else None
-        self._tasks = self._options.tasks or all_tasks
+        all_tasks = environ.get("SLURM_NTASKS")
+        self._tasks = tasks or (int(all_tasks) * self._wanted // len(self.hosts) if all_tasks else None)
         self._min_nodes = min_nodes or self._wanted
         self._has_tried = False
         self._ends: list[subprocess.Popen[bytes]] = []
@@ -106,7 +95,7 @@ class InAllocation:
         if self._has_tried:  # that try may still be ending, on a host that does not answer
             options.append("--overlap")
         self._has_tried = True
-        return [self._srun, *options, *self._options.rest]
+        return [self._srun, *options, *self._options]
 
     def lacks_hosts(self, bad_hosts: Collection[str]) -> str | None:
         """Return why there can be no further try, or None."""
@@ -142,11 +131,7 @@ Placement = Here | InAllocation
 
 
 def place(command: Sequence[str], environ: Mapping[str, str], spare: int, min_nodes: int | None) -> Placement:
-    """Return where tries of a command run.
-
-    Raises:
-        ValueError: The command, the allocation and the options do not go together.
-    """
+    """Return where tries of a command run; ValueError where that and the options do not go together."""
     if Path(command[0]).name == "srun" and "SLURM_JOB_NODELIST" in environ:
         return InAllocation(command, environ, spare, min_nodes)
     if spare or min_nodes:
@@ -157,11 +142,10 @@ def place(command: Sequence[str], environ: Mapping[str, str], spare: int, min_no
     return Here(command)
 
 
-def read_options(words: Sequence[str]) -> Options:
+def read_options(words: Sequence[str]) -> tuple[int | None, int | None, list[str]]:
     """Return how many nodes and tasks the options of srun ask for, and all the other words.
 
-    Raises:
-        ValueError: They choose the hosts by themselves, or it is unclear where the program begins.
+    A ValueError says that they choose the hosts by themselves, or that it is unclear where the program begins.
     """
     numbers: dict[str, int | None] = {"-N": None, "-n": None}
     long = {"--nodes": "-N", "--ntasks": "-n"}
@@ -184,7 +168,7 @@ def read_options(words: Sequence[str]) -> Options:
                 )
             numbers[short], own = int(value), flags
         rest += own
-    return Options(numbers["-N"], numbers["-n"], (*rest, *words))
+    return numbers["-N"], numbers["-n"], [*rest, *words]
 
 
 def _parts_of(word: str) -> tuple[list[str], str, str | None]:

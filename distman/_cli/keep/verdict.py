@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
 
 from distman._base.text import printable
 from distman._coordination.failure.record import DIED, SILENT
 from distman._coordination.failure.starter import FAILURE, HOST, SAVED
+from distman._coordination.messages import MalformedMessageError, decode
+
+Kind = TypeVar("Kind")
 
 _TASKS = re.compile(r"^srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?P<end>.+?)(?: \(core dumped\))?$", re.MULTILINE)
 """A line of srun on tasks that ended.
@@ -24,6 +26,10 @@ Source:
 
 _CANCELLED = re.compile(r"_step_signal: Terminating |\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT ")
 _OUT_OF_MEMORY = re.compile(r"out[ _-]of[ _-]memory|oom[ _-]kill", re.IGNORECASE)
+
+
+def _without_stop(sentence: str) -> str:
+    return printable(sentence).rstrip(".")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Accusation:
 
     rank: int
     kind: str
-    text: str  # the sentence that names rank, host and cause, without the full stop
+    text: Annotated[str, _without_stop]  # the sentence that names rank, host and cause
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +68,9 @@ class Notes:
 
     @classmethod
     def read(cls, folder: Path) -> Notes:
-        hosts = {
-            name: HostNote(tuple(one["ranks"]), one["oom_kills"], one["step"]) for name, one in _files(folder, HOST)
-        }
-        failures = {
-            name: Accusation(one["rank"], one["kind"], printable(one["text"]).rstrip("."))
-            for name, one in _files(folder, FAILURE)
-        }
-        return cls(hosts, failures, next((one["step"] for _, one in _files(folder, SAVED)), None))
+        saved = _read(folder, SAVED, dict[str, int])
+        step = next((one["step"] for one in saved.values()), None)
+        return cls(_read(folder, HOST, HostNote), _read(folder, FAILURE, Accusation), step)
 
     @property
     def step(self) -> str | None:
@@ -103,10 +104,13 @@ def judge(notes: Notes, ended: Ended, check: Callable[[str], Health]) -> Verdict
     suspects = _suspects(notes) or _first_killed(notes, ended.errors)
     if not suspects:
         return Verdict(f"it ended with exit code {ended.exit_code}, and no rank wrote down why")
-    if len(suspects) > 1:  # hosts that lost each other
-        return _checked(suspects[0].text, [host for one in suspects if (host := notes.host_of(one.rank))], check)
-    (suspect,) = suspects
+    suspect = suspects[0]
     host = notes.host_of(suspect.rank)
+    if len(suspects) > 1:  # hosts that lost each other
+        hosts = dict.fromkeys(host for one in suspects if (host := notes.host_of(one.rank)))
+        found = {host: problem for host in hosts if (problem := check(host).problem) is not None}
+        reasons = [suspect.text, *(f"{host} {problem}" for host, problem in found.items())]
+        return Verdict(". ".join(reasons), frozenset(found))
     if host is None or suspect.kind not in (DIED, SILENT):
         return Verdict(suspect.text)
     if suspect.kind == SILENT or (ended.did_not_end and suspect.rank not in _ends(ended.errors)):
@@ -139,11 +143,6 @@ def _first_killed(notes: Notes, errors: str) -> list[Accusation]:
         if end == "Killed" and _ended_first(rank, errors):
             return [Accusation(rank, DIED, f"rank {rank} on {notes.host_of(rank)} was killed, says srun")]
     return []
-
-
-def _checked(reason: str, hosts: list[str], check: Callable[[str], Health]) -> Verdict:
-    found = {host: problem for host in dict.fromkeys(hosts) if (problem := check(host).problem) is not None}
-    return Verdict(". ".join([reason, *(f"{host} {problem}" for host, problem in found.items())]), frozenset(found))
 
 
 def _excuse(notes: Notes, rank: int, host: str, errors: str, health: Health) -> str | None:
@@ -182,9 +181,11 @@ def _numbers(text: str) -> list[int]:
     return [number for pair in pairs for number in range(int(pair[0]), int(pair[-1]) + 1)]
 
 
-def _files(folder: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what the files hold that have a name, and what stands for ``{}`` in it."""
+def _read(folder: Path, name: str, kind: type[Kind]) -> dict[str, Kind]:
+    """Return what the files hold that have a name, by what stands for ``{}`` in it."""
     before, _, after = name.partition("{}")
+    found = {}
     for path in sorted(folder.glob(name.format("*"))):
-        with contextlib.suppress(OSError, ValueError):
-            yield path.name.removeprefix(before).removesuffix(after), json.loads(path.read_bytes())
+        with contextlib.suppress(OSError, MalformedMessageError):
+            found[path.name.removeprefix(before).removesuffix(after)] = decode(path.read_bytes(), kind, path.name)
+    return found

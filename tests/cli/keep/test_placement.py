@@ -44,8 +44,7 @@ def test_numbers_of_nodes_and_tasks_are_taken_from_srun(words):
 )
 def test_options_of_the_program_are_not_those_of_srun(options, numbers, left, program):
     found = read_options([*options.split(), *program.split()])
-    assert (found.nodes, found.tasks) == numbers
-    assert found.rest == (*left.split(), *program.split())
+    assert found == (*numbers, [*left.split(), *program.split()])
 
 
 @pytest.mark.parametrize(("option", "remedy"), [("--of-a-plugin", "--of-a-plugin=python"), ("-P", "-Ppython")])

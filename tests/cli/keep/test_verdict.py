@@ -29,6 +29,16 @@ def killed(how):
     return f"srun: error: n2: task 1: {how}\n{OTHERS}"
 
 
+def test_a_note_that_is_not_whole_is_none(tmp_path):
+    (tmp_path / "host-n1.json").write_text('{"ranks": [0, 1], "oom_kills": 3, "step": "0"}')
+    (tmp_path / "host-n2.json").write_text('{"ranks": [2')
+    (tmp_path / "failure-n1.json").write_text('{"rank": 1, "kind": "died", "text": "rank 1\\u001b[2J died."}')
+    (tmp_path / "failure-n2.json").write_text('{"rank": 1}')
+    notes = Notes.read(tmp_path)
+    assert notes == Notes({"n1": HostNote((0, 1), 3, "0")}, {"n1": Accusation(1, "died", "rank 1\\x1b[2J died")}, None)
+    assert notes.host_of(1) == "n1"
+
+
 def test_without_a_word_no_host_is_bad():
     verdict = judge(Notes({}, {}, None), ended("srun: error"), never)
     assert (verdict.reason, verdict.bad_hosts) == ("it ended with exit code 76, and no rank wrote down why", set())
