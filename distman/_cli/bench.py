@@ -72,7 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _refuse(str(error))
     if manager.world_size == 1:
         return _refuse("one rank has nobody to talk to. Add -n 2, or start several with torchrun, mpirun or srun.")
-    sizes = sizes_between(arguments.min_size, arguments.max_size, arguments.factor)
+    sizes = [arguments.min_size]
+    while sizes[-1] * arguments.factor <= arguments.max_size:
+        sizes.append(sizes[-1] * arguments.factor)
     cases = cases_of(arguments.operations, sizes, manager.world_size)
     measurements: list[Measurement] = []
     try:
@@ -102,32 +104,21 @@ def cases_of(operations: Sequence[str], sizes: Sequence[int], world_size: int) -
     return [*dict.fromkeys((name, rounded_up(name, size, world_size)) for name in operations for size in sizes)]
 
 
-def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
-    """Return sizes, each so many times the one before.
-
-    >>> sizes_between(8, 100, 2)
-    [8, 16, 32, 64]
-    """
-    sizes = [smallest]
-    while sizes[-1] * factor <= largest:
-        sizes.append(sizes[-1] * factor)
-    return sizes
-
-
 def _tell(measurements: Sequence[Measurement], arguments: argparse.Namespace, manager: DistributedManager) -> None:
     """Print on rank 0."""
     if not manager.is_main or not measurements:
         return
-    job = {
+    if not arguments.json:
+        print_speeds(measurements)
+        return
+    said = {
         "num_ranks": manager.world_size,
         "num_nodes": manager.num_nodes,
         "backend": manager.backend,
         "device": manager.device.type,
+        "measurements": [dataclasses.asdict(one) for one in measurements],
     }
-    if arguments.json:
-        print(json.dumps({**job, "measurements": [dataclasses.asdict(one) for one in measurements]}), flush=True)
-    else:
-        print_speeds(measurements)
+    print(json.dumps(said), flush=True)
 
 
 def _refuse(reason: str) -> int:

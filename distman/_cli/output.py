@@ -10,11 +10,7 @@ _MAX_NAMED = 8  # in a sentence
 
 
 def shorten_ranks(ranks: Sequence[int], most: int | None = None) -> str:
-    """Return ascending ranks as a short text, such as ``0-3`` or ``0-1, 8-9``; of many runs the first and the last.
-
-    >>> shorten_ranks(range(0, 1024, 64), most=4)
-    '0, 64, 128, ..., 960'
-    """
+    """Return ascending ranks as a short text, such as ``0-3`` or ``0-1, 8-9``; of many runs the first and the last."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:

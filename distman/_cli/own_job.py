@@ -42,7 +42,7 @@ def gather_reports(manager: DistributedManager, name: str, report: Kind, kind: t
     number = next(manager._state.job.barriers[name])  # the next act of all ranks, which no other one has
     keys = [protocol.report(number, name, rank) for rank in range(store_group.size)]
     store_group.store.set(keys[manager.rank], json.dumps(report, default=dataclasses.asdict))
-    manager.barrier(f"distman check: {name}", timeout=manager._state.job.limits.collective)
+    manager.barrier(f"distman check: {name}")
     if not manager.is_main:
         return None
     found = store_group.store.multi_get(keys)
@@ -60,7 +60,7 @@ def hand_out(manager: DistributedManager, name: str, message: Kind, kind: type[K
     key = protocol.message(next(manager._state.job.barriers[name]), name)
     if manager.is_main:
         store_group.store.set(key, json.dumps(message))
-    manager.barrier(f"distman check: {name}", timeout=manager._state.job.limits.collective)
+    manager.barrier(f"distman check: {name}")
     return decode(store_group.store.get(key), kind, f"the message of {name} by {store_group.describe(0)}")
 
 

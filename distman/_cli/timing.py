@@ -17,6 +17,7 @@ from distman.manager import DistributedManager
 
 _ITEM_BYTES = 4  # of a float32
 _FEWEST, _MOST = 5, 100  # rounds: enough for a median, and no more than small messages need
+_ALLOWED = 0.2  # seconds for them
 _MATRIX_SIZE = {"cpu": 512, "cuda": 4096}
 _SHARED_OUT = ("all_gather", "all_to_all", "reduce_scatter")  # each rank has an equal part of the bytes
 
@@ -38,20 +39,17 @@ def measure(
     manager: DistributedManager,
     *,
     num_rounds: int | None = None,
-    allowed_seconds: float = 0.2,
 ) -> Measurement:
     """Return how long one of the operations that ``distman bench`` knows takes. Collective.
 
-    Three rounds warm up, and say how many fit into ``allowed_seconds``, of 5 to 100.
-
-    Source:
-        nccl-tests, doc/PERFORMANCE.md: sizes, algorithm bandwidth and bus bandwidth.
+    Three rounds warm up, and say how many fit into 0.2 seconds, of 5 to 100. nccl-tests, doc/PERFORMANCE.md, says what
+    sizes, algorithm bandwidth and bus bandwidth are.
     """
     num_bytes = rounded_up(operation, num_bytes, manager.world_size)
     run = _prepare(operation, num_bytes, manager)
     run()
     estimate = largest(min(timed(run, manager.device) for _ in range(2)), manager)
-    rounds = num_rounds or min(max(_FEWEST, int(allowed_seconds / max(estimate, 1e-9))), _MOST)
+    rounds = num_rounds or min(max(_FEWEST, int(_ALLOWED / max(estimate, 1e-9))), _MOST)
     own = statistics.median(timed(run, manager.device) for _ in range(rounds))
     seconds = largest(own, manager)
     bandwidth = num_bytes / seconds
@@ -61,11 +59,7 @@ def measure(
 
 
 def rounded_up(operation: str, num_bytes: int, world_size: int) -> int:
-    """Return the smallest size of at least so many bytes that an operation can have: whole numbers for each rank.
-
-    >>> rounded_up("all_gather", 8, 4), rounded_up("all_reduce", 9, 4)
-    (16, 12)
-    """
+    """Return the smallest size of at least so many bytes that an operation can have: whole numbers for each rank."""
     step = _ITEM_BYTES * (world_size if operation in _SHARED_OUT else 1)
     return -(-num_bytes // step) * step
 

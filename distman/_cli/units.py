@@ -18,13 +18,7 @@ _SIZE = re.compile(r"(\d+)\s*([kmg]?)i?b?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes that a text such as ``64k``, ``4 MiB`` or ``512`` means.
-
-    k, M and G are powers of 1,024, as in nccl-tests.
-
-    >>> parse_size("64k"), parse_size("4 MiB"), parse_size("512")
-    (65536, 4194304, 512)
-    """
+    """Return the bytes that a text such as ``64k`` or ``4 MiB`` means: with powers of 1,024, as in nccl-tests."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(
@@ -34,29 +28,14 @@ def parse_size(text: str) -> int:
 
 
 def show_size(num_bytes: int) -> str:
-    """Return a number of bytes as text.
-
-    >>> show_size(8), show_size(65536), show_size(1536)
-    ('8 B', '64 KiB', '1.5 KiB')
-    """
     return _scaled(num_bytes, 4, {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1})
 
 
 def show_seconds(seconds: float) -> str:
-    """Return a time as text, three digits of it.
-
-    >>> show_seconds(0.0000123), show_seconds(0.25), show_seconds(3)
-    ('12.3 us', '250 ms', '3 s')
-    """
     return f"{seconds:.0f} s" if abs(seconds) >= 1000 else _scaled(seconds, 3, {"s": 1, "ms": 1e-3, "us": 1e-6})
 
 
 def show_bandwidth(bytes_per_second: float) -> str:
-    """Return a bandwidth as text, in units of 10^3, 10^6 or 10^9 bytes a second, three digits of it.
-
-    >>> show_bandwidth(1.25e9), show_bandwidth(2e5)
-    ('1.25 GB/s', '200 kB/s')
-    """
     return _scaled(bytes_per_second, 3, {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3})
 
 

@@ -27,14 +27,21 @@ def test_what_is_no_size_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0 us"), (-0.0035, "-3.5 ms"), (59.94, "59.9 s"), (86_400, "86400 s")]
+    ("seconds", "text"),
+    [(0.0, "0 us"), (0.0000123, "12.3 us"), (-0.0035, "-3.5 ms"), (3, "3 s"), (59.94, "59.9 s"), (86_400, "86400 s")],
 )
 def test_times_are_shown(seconds, text):
     assert show_seconds(seconds) == text
 
 
 def test_sizes_and_bandwidths_are_shown():
-    assert [show_size(size) for size in (1, 1023, 1024, 3 << 30)] == ["1 B", "1023 B", "1 KiB", "3 GiB"]
+    assert [show_size(size) for size in (1, 1023, 1024, 1536, 3 << 30)] == [
+        "1 B",
+        "1023 B",
+        "1 KiB",
+        "1.5 KiB",
+        "3 GiB",
+    ]
     assert [show_bandwidth(rate) for rate in (1500, 2.5e6, 1.234e12)] == ["1.5 kB/s", "2.5 MB/s", "1230 GB/s"]
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from distman._base import timing
@@ -113,17 +112,6 @@ def _examine(
     manager: DistributedManager, environment: LaunchEnvironment, findings: Findings, folder: str | None
 ) -> None:
     """Take all steps, and fill in what they find; what is told about many ranks is filled in on rank 0 only."""
-    timeout = manager._state.job.limits.collective
-    for name, step in _steps(manager, environment, findings, folder).items():
-        findings.step = name
-        manager.barrier(f"distman check: {name}", timeout=timeout)
-        step()
-    manager.barrier("distman check: end", timeout=timeout)
-
-
-def _steps(
-    manager: DistributedManager, environment: LaunchEnvironment, findings: Findings, folder: str | None
-) -> dict[str, Callable[[], None]]:
     from distman._cli.check.hosts import RankReport, look
     from distman._cli.check.network import measure_links
     from distman._cli.check.proofs import proofs_for, prove
@@ -131,41 +119,37 @@ def _steps(
     from distman._cli.own_job import gather_reports
     from distman._cli.timing import measure, measure_compute
 
-    def prove_all() -> None:
-        exact = {name: prove(name, proof, manager) for name, proof in proofs_for(manager).items()}
-        reports = gather_reports(manager, "the collectives", exact, dict[str, bool])
-        by_rank = {manager.rank: exact} if reports is None else dict(enumerate(reports))
-        findings.wrong = {name: [rank for rank, one in by_rank.items() if not one.get(name)] for name in exact}
+    def begin(step: str) -> None:
+        findings.step = step
+        manager.barrier(f"distman check: {step}")
 
-    def time_speeds() -> None:
+    begin("hosts")
+    report = look(environment, is_first=manager.local_rank == 0)
+    findings.hosts = gather_reports(manager, "the hosts", report, RankReport) or []
+
+    begin("collectives")
+    exact = {name: prove(name, proof, manager) for name, proof in proofs_for(manager).items()}
+    reports = gather_reports(manager, "the collectives", exact, dict[str, bool])
+    by_rank = {manager.rank: exact} if reports is None else dict(enumerate(reports))
+    findings.wrong = {name: [rank for rank, one in by_rank.items() if not one.get(name)] for name in exact}
+
+    if manager.world_size > 1:
+        begin("network")
         for operation in ("all_reduce", "p2p"):
             for num_bytes in _SIZES:
                 findings.speeds.append(measure(operation, num_bytes, manager))
                 if findings.speeds[-1].seconds > timing.CHECK_LONGEST_SPEED:
                     break
-
-    def time_links() -> None:
+        begin("links")
         findings.links = measure_links(manager) or []
 
-    def time_compute() -> None:
-        findings.compute = gather_reports(manager, "computing", measure_compute(manager.device), float) or []
+    begin("computing")
+    findings.compute = gather_reports(manager, "computing", measure_compute(manager.device), float) or []
 
-    def look_at_folders() -> None:
-        reports = [check_folder(path, manager) for path in (".", *([folder] if folder else []))]
-        findings.folders = [report for report in reports if report is not None]
-
-    def look_at_hosts() -> None:
-        report = look(environment, is_first=manager.local_rank == 0)
-        findings.hosts = gather_reports(manager, "the hosts", report, RankReport) or []
-
-    several = {"network": time_speeds, "links": time_links}
-    return {
-        "hosts": look_at_hosts,
-        "collectives": prove_all,
-        **(several if manager.world_size > 1 else {}),
-        "computing": time_compute,
-        "folders": look_at_folders,
-    }
+    begin("folders")
+    seen = [check_folder(path, manager) for path in (".", *([folder] if folder else []))]
+    findings.folders = [report for report in seen if report is not None]
+    manager.barrier("distman check: end")
 
 
 def _tell_without_job(problem: str, environment: LaunchEnvironment | None) -> None:

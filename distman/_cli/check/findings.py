@@ -112,7 +112,6 @@ def facts(findings: Findings) -> list[str]:
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
-    wrong_ranks = sorted({rank for ranks in findings.wrong.values() for rank in ranks})
     parts = ("hosts", "speeds", "links", "folders")
     return {
         "world_size": len(findings.peers),
@@ -121,7 +120,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
         "initialization_method": findings.launcher,
         "protected_by": findings.protection.protected_by,
         "ranks": [dataclasses.asdict(peer) for peer in findings.peers],
-        "wrong_ranks": wrong_ranks,
+        "wrong_ranks": sorted({rank for ranks in findings.wrong.values() for rank in ranks}),
         "collectives": findings.wrong,
         **{name: [dataclasses.asdict(one) for one in getattr(findings, name)] for name in parts},
         "compute": findings.compute,
@@ -164,11 +163,8 @@ def _slow_links(findings: Findings) -> list[str]:
 def _slow_by_itself(link: Link, reports: Sequence[RankReport]) -> list[str]:
     """Return what is slow about a link between hosts, with which no other one need be compared."""
     words = [f"{show_seconds(link.latency)} for 8 B"] if link.latency > timing.CHECK_LATENCY else []
-    speeds = [
-        used.speed
-        for used in (reports[rank].used for rank in (link.first, link.second) if reports)
-        if used and used.speed
-    ]
+    used = [reports[rank].used for rank in (link.first, link.second)] if reports else []
+    speeds = [interface.speed for interface in used if interface and interface.speed]
     megabits = _LARGE_BITS / 1e6 / link.seconds
     if speeds and 10 * megabits < min(*speeds, _FAST_ENOUGH):
         words.append(f"{megabits:.0f} of {min(speeds):,} Mbit/s for 1 MiB")
@@ -191,11 +187,7 @@ def _who_sees(folder: FolderReport) -> str:
 
 
 def find_slow(seconds: Mapping[K, float], *, margin: float) -> list[K]:
-    """Return whose time is above three times the median, and by seconds that somebody would notice, slowest first.
-
-    >>> find_slow({"n1": 0.01, "n2": 0.011, "n3": 0.2}, margin=0.001)
-    ['n3']
-    """
+    """Return whose time is above three times the median, and by seconds that somebody would notice, slowest first."""
     if not seconds:
         return []
     median = statistics.median_low(seconds.values())

@@ -28,8 +28,6 @@ _LOOPBACK = "772"  # ARPHRD_LOOPBACK of linux/if_arp.h
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface."""
-
     name: Line
     is_up: bool
     speed: int  # in Mbit/s; 0 where the driver does not say
@@ -53,7 +51,6 @@ class RankReport:
 
 
 def look(environment: LaunchEnvironment, *, is_first: bool) -> RankReport:
-    """Return what this rank sees."""
     from distman._cli.check.quick import problems_of_host
 
     host = Host()

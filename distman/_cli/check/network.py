@@ -37,31 +37,21 @@ def measure_links(manager: DistributedManager) -> list[Link] | None:
 
     Disjoint pairs measure at once; the shortest of several times counts, which others disturb least.
     """
-    mine: list[tuple[int, int, float, float]] = []
+    mine: list[Link] = []
     for pairs in plan_rounds([peer.node_rank for peer in manager.roll_call]):
         for pair in pairs:
             if manager.rank in pair:
-                latency, seconds = (
-                    _shortest_trip(pair, num_bytes, num_trips, manager) / 2
-                    for num_bytes, num_trips in ((_SMALL_BYTES, _SMALL_TRIPS), (_LARGE_BYTES, _LARGE_TRIPS))
-                )
+                latency = _shortest_trip(pair, _SMALL_BYTES, _SMALL_TRIPS, manager) / 2
+                seconds = _shortest_trip(pair, _LARGE_BYTES, _LARGE_TRIPS, manager) / 2
                 if manager.rank == pair[0]:
-                    mine.append((*pair, latency, seconds))
-    reports = gather_reports(manager, "links", mine, list[tuple[int, int, float, float]])
-    return None if reports is None else [Link(*row) for rows in reports for row in rows]
+                    mine.append(Link(*pair, latency, seconds))
+    reports = gather_reports(manager, "links", mine, list[Link])
+    return None if reports is None else [link for links in reports for link in links]
 
 
 def tournament(players: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return rounds of disjoint pairs in which each player meets each other one once.
-
-    Of an odd number of players one rests in each round.
-
-    Source:
-        The circle method for round-robin tournaments: one player stays in place, the others go round.
-
-    >>> tournament([0, 1, 2, 3])
-    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
-    """
+    """Return rounds of disjoint pairs in which each player meets each other one once."""
+    # The circle method: one player stays in place, the others go round; of an odd number one rests in each round.
     size = len(players) + len(players) % 2
     seats = list(range(size))
     rounds = []
@@ -91,15 +81,12 @@ def plan_rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
 def _shortest_trip(pair: tuple[int, int], num_bytes: int, num_trips: int, manager: DistributedManager) -> float:
     """Return the seconds of the shortest of several round trips between two ranks, this one among them."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=manager.device)
-    is_first = manager.rank == pair[0]
-    other = pair[1] if is_first else pair[0]
+    other = sum(pair) - manager.rank
+    ways = [dist.send, dist.recv] if manager.rank == pair[0] else [dist.recv, dist.send]
 
     def go() -> None:
-        for send in (is_first, not is_first):
-            if send:
-                dist.send(message, other, tag=_TAG)
-            else:
-                dist.recv(message, other, tag=_TAG)
+        for way in ways:
+            way(message, other, tag=_TAG)
 
     timed(go, manager.device)  # the first message connects, and waits for the other rank
     return min(timed(go, manager.device) for _ in range(num_trips))

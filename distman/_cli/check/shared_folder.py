@@ -38,7 +38,12 @@ def check_folder(folder: str | Path, manager: DistributedManager) -> FolderRepor
     path, word = Path(folder).absolute(), secrets.token_hex(16)
     file = path / f".distman-check-{secrets.token_hex(8)}"
     try:
-        problem = _write(file, word) if manager.is_main else ""
+        problem = ""
+        if manager.is_main:
+            try:
+                write_new(file, word)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error.strerror}"
         told = hand_out(manager, "the folder", (str(file), word, problem), tuple[str, str, str])
         is_seen = not told[2] and _reads(Path(told[0]), told[1])
         reports = gather_reports(manager, "the folder", is_seen, bool)
@@ -50,15 +55,6 @@ def check_folder(folder: str | Path, manager: DistributedManager) -> FolderRepor
     unseen = [] if problem else [rank for rank, is_seen in enumerate(reports) if not is_seen]
     hosts = list(dict.fromkeys(manager.roll_call[rank].host for rank in unseen))
     return FolderReport(str(path), problem or None, unseen, hosts)
-
-
-def _write(file: Path, word: str) -> str:
-    """Write a word, and return why that is not possible; an empty text where it is."""
-    try:
-        write_new(file, word)
-    except OSError as error:
-        return f"{type(error).__name__}: {error.strerror}"
-    return ""
 
 
 def _reads(file: Path, word: str) -> bool:
