@@ -26,7 +26,6 @@ from distman.topology import (
     mesh_plan,
     parse_mesh,
     parse_tree,
-    resolve_mesh_shape,
     tree_plan,
 )
 
@@ -80,8 +79,21 @@ def _read(arguments: argparse.Namespace) -> _Layout:
             "Choose a rank of this world."
         )
     if arguments.tree is not None:
-        return _lay_out_tree(parse_tree(arguments.tree), arguments.world_size, arguments.ranks_per_node)
-    return _lay_out_mesh(parse_mesh(arguments.mesh), arguments.world_size, arguments.ranks_per_node)
+        config = parse_tree(arguments.tree)
+        plan = tree_plan(config, arguments.world_size)
+        check_new_names([config.root.name], READY_MADE)
+        check_new_names(plan.partitions, (*READY_MADE, "world"))
+        if not plan.partitions:
+            config.root.size = arguments.world_size
+        config.update_parent_sizes()
+    else:
+        axes = parse_mesh(arguments.mesh)
+        plan = mesh_plan(tuple(axes.values()), tuple(axes), arguments.world_size)
+        check_new_names(plan.partitions, (*READY_MADE, "world"))
+        config = ProcessGroupConfig(ProcessGroupNode("world", arguments.world_size))
+        for name, length in plan.axes.items():
+            config.add_node(ProcessGroupNode(name, length), "world")
+    return _Layout(arguments.world_size, config, plan, arguments.ranks_per_node)
 
 
 def _as_json(layout: _Layout, rank: int) -> dict[str, Any]:
@@ -103,7 +115,7 @@ def _as_json(layout: _Layout, rank: int) -> dict[str, Any]:
         "ranks_per_node": layout.ranks_per_node,
         "num_nodes": layout.num_nodes,
         "tree": str(layout.config),
-        "axes": layout.axes,
+        "axes": layout.plan.axes,
         "rank": rank,
         "groups": groups,
         "warnings": layout.warnings(),
@@ -120,7 +132,7 @@ def _print(layout: _Layout, rank: int) -> None:
         print()
         print_table(["group", "groups", "size", "first", "second", "last"], rows)
     _print_nodes(layout)
-    grid = _grid_table(layout.axes, layout.ranks_per_node)
+    grid = _grid_table(layout.plan.axes, layout.ranks_per_node)
     if grid is not None:
         print()
         print_table(*grid, title="The ranks:")
@@ -200,23 +212,13 @@ class _Spread:
     min_nodes: int  # of a group that extends over fewest
     max_nodes: int  # of a group that extends over most
 
-    @classmethod
-    def of(cls, partition: Partition, ranks_per_node: int) -> _Spread:
-        counts = Counter(len({rank // ranks_per_node for rank in block}) for block in partition.blocks())
-        return cls(partition.num_blocks, counts[1], min(counts), max(counts))
-
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
     world_size: int
     config: ProcessGroupConfig  # with the sizes of all nodes; the axes of a mesh are the leaves below "world"
     plan: Plan
-    ranks_per_node: int | None = None  # None where it does not matter
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Lengths of the axes by name; the last one varies fastest with the rank."""
-        return {name: self.group_size(name) for name in self.config.leaf_groups() if name in self.plan.partitions}
+    ranks_per_node: int | None  # None where it does not matter
 
     @property
     def num_nodes(self) -> int | None:
@@ -229,13 +231,17 @@ class _Layout:
     @functools.cached_property
     def spreads(self) -> dict[str, _Spread]:
         """Over how many nodes the groups extend, by name; empty where that is not known."""
-        if self.ranks_per_node is None:
-            return {}
-        return {name: _Spread.of(groups, self.ranks_per_node) for name, groups in self.plan.partitions.items()}
+        found: dict[str, _Spread] = {}
+        if (per_node := self.ranks_per_node) is None:
+            return found
+        for name, groups in self.plan.partitions.items():
+            counts = Counter(len({rank // per_node for rank in block}) for block in groups.blocks())
+            found[name] = _Spread(groups.num_blocks, counts[1], min(counts), max(counts))
+        return found
 
     def warnings(self) -> list[str]:
         """Return what is wrong with the plan although it fits: an innermost axis that crosses nodes."""
-        outer, per_node = {name: size for name, size in self.axes.items() if size > 1}, self.ranks_per_node
+        outer, per_node = {name: size for name, size in self.plan.axes.items() if size > 1}, self.ranks_per_node
         if per_node is None or len(outer) < 2:
             return []
         innermost, size = outer.popitem()
@@ -250,28 +256,6 @@ class _Layout:
             remedy = f"Choose a length that divides {per_node}, so that the axis with most messages stays within nodes."
         problem = f"the innermost axis {innermost!r} crosses nodes: its groups have {size} ranks, a node has {per_node}"
         return [f"{problem}. {remedy}"]
-
-
-def _lay_out_tree(config: ProcessGroupConfig, world_size: int, ranks_per_node: int | None = None) -> _Layout:
-    """Return what ``create_groups_from_config`` makes of a tree, whose inner nodes get their sizes."""
-    plan = tree_plan(config, world_size)
-    check_new_names([config.root.name], READY_MADE)
-    check_new_names(plan.partitions, (*READY_MADE, "world"))
-    if not plan.partitions:
-        config.root.size = world_size
-    config.update_parent_sizes()
-    return _Layout(world_size, config, plan, ranks_per_node)
-
-
-def _lay_out_mesh(axes: dict[str, int], world_size: int, ranks_per_node: int | None = None) -> _Layout:
-    """Return what ``initialize_mesh`` makes of axes, one of which may be -1."""
-    names, shape = tuple(axes), tuple(axes.values())
-    plan = mesh_plan(shape, names, world_size)
-    check_new_names(names, (*READY_MADE, "world"))
-    config = ProcessGroupConfig(ProcessGroupNode("world", world_size))
-    for name, length in zip(names, resolve_mesh_shape(shape, names, world_size), strict=True):
-        config.add_node(ProcessGroupNode(name, length), "world")
-    return _Layout(world_size, config, plan, ranks_per_node)
 
 
 def _shorten(ranks: Sequence[int]) -> str:

@@ -14,14 +14,13 @@ from distman._base.text import printable
 from distman._cli.launch.job_script import BACKENDS, JobRequest, as_argument, quoted, read_time, render
 from distman._cli.parser import at_least
 
-_DESCRIPTION = "Write the script that starts a job of one process for each GPU."
 _DEFAULTS = JobRequest(backend="slurm")
 _SCHEDULERS = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub <", "flux": "flux batch"}
 """Backends whose scripts a scheduler takes, with its command; scripts of others are run by bash."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = _DESCRIPTION
+    parser.description = "Write the script that starts a job of one process for each GPU."
     parser.usage = "distman launch --backend BACKEND [options]\n                      [script.py [arguments]]"
     backends = [*BACKENDS, "mpi"]
     parser.add_argument(

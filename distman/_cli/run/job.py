@@ -16,8 +16,8 @@ import tempfile
 import termios
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from fcntl import ioctl
 from pathlib import Path
 from typing import IO
@@ -63,11 +63,13 @@ def run_job(plan: Plan) -> Outcome:
     can no longer be written on, it is an OutputError.
     """
     adopt_orphans()
-    folder = tempfile.TemporaryDirectory(prefix="distman-run-", ignore_cleanup_errors=True)
-    with _open_logs(plan) as logs, folder as name, heard(plan.stop_signals) as signals:
-        job = _Job(plan, logs, signals)
+    with ExitStack() as stack:
+        # New files, which only this user can read.
+        logs = [stack.enter_context(os.fdopen(create_anew(path), "wb", buffering=0)) for path in _log_files(plan)]
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="distman-run-", ignore_cleanup_errors=True))
+        job = _Job(plan, logs, stack.enter_context(heard(plan.stop_signals)))
         try:
-            job.start(Path(name))
+            job.start(Path(folder))
             outcome = job.wait()
         finally:
             end_descendants()
@@ -76,16 +78,12 @@ def run_job(plan: Plan) -> Outcome:
         return outcome
 
 
-@contextmanager
-def _open_logs(plan: Plan) -> Iterator[list[IO[bytes]]]:
-    """Make a new file for what each rank writes, which only this user can read; none without a folder for them."""
-    files: list[Path] = []
-    if plan.log_dir is not None:
-        plan.log_dir.mkdir(parents=True, exist_ok=True)
-        width = len(str(plan.num_ranks - 1))
-        files = [plan.log_dir / f"rank-{rank:0{width}}.log" for rank in range(plan.num_ranks)]
-    with ExitStack() as stack:
-        yield [stack.enter_context(os.fdopen(create_anew(path), "wb", buffering=0)) for path in files]
+def _log_files(plan: Plan) -> list[Path]:
+    if plan.log_dir is None:
+        return []
+    plan.log_dir.mkdir(parents=True, exist_ok=True)
+    width = len(str(plan.num_ranks - 1))
+    return [plan.log_dir / f"rank-{rank:0{width}}.log" for rank in range(plan.num_ranks)]
 
 
 class _Job:
@@ -176,7 +174,9 @@ class _Job:
             end = time.monotonic() + (self._plan.grace if rank.exit_code == WANTS_RESTART else timing.RUN_AFTER_FAILURE)
             self._steps = [(end, signal.SIGTERM), (end + self._plan.grace, signal.SIGKILL)]
         if first is not None and first.error_type == SILENT:
-            self._send(signal.SIGKILL, [one for one in self._running if one.rank == first.rank])
+            for one in self._running:
+                if one.rank == first.rank:
+                    one.send(signal.SIGKILL)
 
     def _heed_signals(self) -> None:
         for number in received(self._signals):
@@ -186,7 +186,7 @@ class _Job:
             elif number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._end_all(number)
             else:  # what it means is the ranks' business
-                self._send(number, self._running)
+                self._send(number)
 
     def _end_all(self, number: int) -> None:
         """Tell the ranks what this process is told; when it is told again, end them at once."""
@@ -209,10 +209,10 @@ class _Job:
             _, number = self._steps.pop(0)
             if number == signal.SIGKILL:
                 self._overdue += [one.rank for one in self._running if signal.SIGTERM in one.signals]
-            self._send(number, self._running)
+            self._send(number)
 
-    def _send(self, number: int, ranks: Sequence[Rank]) -> None:
-        for rank in ranks:
+    def _send(self, number: int) -> None:
+        for rank in self._running:
             rank.send(number)
 
 
@@ -269,7 +269,6 @@ class Rank:
         self.error_file = error_file
         self.exit_code: int | None = None
         self.signals: list[int] = []
-        self.outputs: dict[int, int] = {}
         ends = [_open_terminal(width) if width is not None else os.pipe() for width in columns]
         try:
             self._process = subprocess.Popen(
