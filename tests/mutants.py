@@ -55,7 +55,7 @@ MUTANTS = (
     *_mutants(
         "environments/_hostlist.py",
         "environments/test_hostlist.py",
-        ("MAX_ENTRIES + 1))", "MAX_ENTRIES))"),
+        ("math.prod(map(len, brackets))", "sum(map(len, brackets))"),
         ("range(low, high + 1)]", "range(low, high)]"),
         ("(*reversed(leading), fastest)", "(*leading, fastest)"),
         ("0 <= high - low < MAX_RANGE", "0 <= high - low <= MAX_RANGE"),

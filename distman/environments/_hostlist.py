@@ -8,6 +8,7 @@ meaning only. Order and repetitions are kept, as ``scontrol show hostnames`` kee
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 
@@ -32,34 +33,25 @@ def parse_hostlist(text: str) -> list[str]:
 
     Source:
         Slurm, ``scontrol show hostnames`` and ``src/common/hostlist.c``.
-
-    >>> parse_hostlist("node[08-10],gpu5")
-    ['node08', 'node09', 'node10', 'gpu5']
     """
-    hosts = list(itertools.islice(_hosts(text), MAX_ENTRIES + 1))
-    if len(hosts) > MAX_ENTRIES:
+    names = _HOST.findall(text)
+    if not names or _SEPARATORS.fullmatch(_HOST.sub("", text)) is None:
+        raise _invalid(text, "it names no host, or has a bracket too many")
+    # Around the brackets of a name are plain texts, and in each bracket are numbers.
+    pieces = [_BRACKET.split(name) for name in names]
+    numbers = [[_numbers(bracket, text) for bracket in parts[1::2]] for parts in pieces]
+    if sum(math.prod(map(len, brackets)) for brackets in numbers) > MAX_ENTRIES:
         raise _invalid(text, f"it has more than {MAX_ENTRIES:,} entries")
-    return hosts
+    hosts = (_expand(parts[::2], brackets) for parts, brackets in zip(pieces, numbers, strict=True))
+    return list(itertools.chain.from_iterable(hosts))
 
 
 def first_host(text: str) -> str:
-    """Return the first host of a Slurm host list, without expanding the rest.
-
-    >>> first_host("node[08-10],gpu5")
-    'node08'
-    """
-    return next(_hosts(text))
+    return parse_hostlist(text)[0]
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks on each node, from ``SLURM_STEP_TASKS_PER_NODE`` or ``SLURM_TASKS_PER_NODE``.
-
-    Source:
-        sbatch manual, SLURM_TASKS_PER_NODE.
-
-    >>> parse_tasks_per_node("2(x3),1")
-    [2, 2, 2, 1]
-    """
+    """Return the number of tasks on each node, as ``SLURM_TASKS_PER_NODE`` says it; see the manual of sbatch."""
     matches = [_TASKS.fullmatch(part) for part in text.split(",")]
     counts = [(int(match[1]), int(match[2] or 1)) for match in matches if match]
     if len(counts) < len(matches) or sum(nodes for _, nodes in counts) > MAX_ENTRIES:
@@ -67,18 +59,6 @@ def parse_tasks_per_node(text: str) -> list[int]:
             f"tasks per node must look like '2(x3),1', got {_shown(text)}. Correct or unset the variable."
         )
     return [tasks for tasks, nodes in counts for _ in range(nodes)]
-
-
-def _hosts(text: str) -> Iterator[str]:
-    """Return the hosts of a list, each made when it is asked for; the text is checked at once."""
-    names = _HOST.findall(text)
-    if not names or _SEPARATORS.fullmatch(_HOST.sub("", text)) is None:
-        raise _invalid(text, "it names no host, or has a bracket too many")
-    # Around the brackets of a name are plain texts, and in each bracket are numbers.
-    pieces = [_BRACKET.split(name) for name in names]
-    numbers = [[_numbers(bracket, text) for bracket in parts[1::2]] for parts in pieces]
-    hosts = (_expand(parts[::2], brackets) for parts, brackets in zip(pieces, numbers, strict=True))
-    return itertools.chain.from_iterable(hosts)
 
 
 def _numbers(bracket: str, text: str) -> list[str]:

@@ -25,6 +25,7 @@ Source:
 
 _STEP_ID = ("SLURM_STEP_ID", "SLURM_STEPID")
 _JOB_ID = ("SLURM_JOB_ID", "SLURM_JOBID")
+_NODES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")  # of the allocation
 
 
 def _why_not(environ: Mapping[str, str]) -> str | None:
@@ -56,13 +57,8 @@ def _local_world_size(environ: Mapping[str, str]) -> int | None:
     return counts[node] if node is not None and node < len(counts) else None
 
 
-def _first_of_step(environ: Mapping[str, str]) -> str | None:
-    nodes = read_text(environ, "SLURM_STEP_NODELIST")
-    return None if nodes is None else first_host(nodes)
-
-
-def _first_of_allocation(environ: Mapping[str, str]) -> str | None:
-    nodes = read_text(environ, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+def _first_node(environ: Mapping[str, str], *names: str) -> str | None:
+    nodes = read_text(environ, *names)
     return None if nodes is None else first_host(nodes)
 
 
@@ -70,11 +66,6 @@ def _job_id(environ: Mapping[str, str]) -> str | None:
     """Name the step: two steps of one job may run side by side. The parts of a heterogeneous step share it."""
     job = read_text(environ, "SLURM_HET_JOB_ID", *_JOB_ID)
     return None if job is None else f"slurm-{job}.{read_number(environ, *_STEP_ID) or 0}"
-
-
-def _has_own_gpus(environ: Mapping[str, str]) -> bool:
-    """Read how slurmd has bound the task's GPUs: ``--gpus-per-task`` does it for each task, unless told otherwise."""
-    return "gpu:per_task:" in environ.get("SLURMD_TRES_BIND", "")
 
 
 def _cancel_command(environ: Mapping[str, str]) -> list[str]:
@@ -107,10 +98,10 @@ _ALLOCATION = Allocation(
         "local_rank": ("SLURM_LOCALID",),
         "node_rank": ("SLURM_NODEID",),
         "num_nodes": ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
-        "main_address": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        "main_address": _NODES,
         "job_id": _JOB_ID,
     },
-    derived={"main_address": _first_of_allocation, "job_id": _job_id},
+    derived={"main_address": lambda environ: _first_node(environ, *_NODES), "job_id": _job_id},
 )
 
 SLURM = Launcher(
@@ -129,13 +120,18 @@ SLURM = Launcher(
     variables=("SLURM_*", "PMI_*", "PMIX_*"),
     on_failure=OnFailure.WAITS,
     marks=(_STEP_ID,),
-    derived={"local_world_size": _local_world_size, "main_address": _first_of_step, "job_id": _job_id},
+    derived={
+        "local_world_size": _local_world_size,
+        "main_address": lambda environ: _first_node(environ, "SLURM_STEP_NODELIST"),
+        "job_id": _job_id,
+    },
     why_not=_why_not,
     allocation=_ALLOCATION,
     meets_on_first_node=True,
     expected_hosts=_expected_hosts,
     cancel_command=_cancel_command,
-    has_own_gpus=_has_own_gpus,
+    # How slurmd has bound the task's GPUs: ``--gpus-per-task`` does it for each task, unless told otherwise.
+    has_own_gpus=lambda environ: "gpu:per_task:" in environ.get("SLURMD_TRES_BIND", ""),
     uses_munge=True,
     ends_leftovers=True,
     fake=_fake,
