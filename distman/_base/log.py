@@ -8,8 +8,6 @@ from distman._base.process_state import puts_back
 
 
 class _RankPrefix(logging.Filter):
-    """Puts ``[rank 3/8] `` before each message of a process that knows its rank."""
-
     prefix = ""
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -51,7 +51,6 @@ def _children() -> list[int]:
 
 
 def children_by_parent() -> list[int]:
-    """Return the children of this process, as each of the system's processes names its parent."""
     return [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit() and _parent(one) == os.getpid()]
 
 

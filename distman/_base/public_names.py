@@ -34,10 +34,7 @@ PACKAGES = (
 
 
 def missing_name(name: str, caller: FrameType, module: str = "distman") -> Exception:
-    """Return the error for a name that a module does not have, and say where it is, or what it is called here.
-
-    Where it is imported, that is an ImportError: the interpreter would replace an AttributeError by one of its own.
-    """
+    """Return the error for a name that a module does not have, and say where it is, or what it is called here."""
     homes = [] if name.startswith("_") else [package for package in PACKAGES if name in _names_of(package)]
     if not homes:
         text = f"module {module!r} has no attribute {name!r}"

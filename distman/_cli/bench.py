@@ -54,10 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Return 0, or 1 where ranks are missing or fail, or there is one only. Collective.
-
-    Rank 0 prints, also what was measured until something failed.
-    """
+    """Return 0, or 1 where ranks are missing or fail, or there is one only; rank 0 prints. Collective."""
     from distman._cli.own_job import explain, own_fault, start_job
     from distman._cli.timing import measure
 
@@ -105,7 +102,6 @@ def cases_of(operations: Sequence[str], sizes: Sequence[int], world_size: int) -
 
 
 def _tell(measurements: Sequence[Measurement], arguments: argparse.Namespace, manager: DistributedManager) -> None:
-    """Print on rank 0."""
     if not manager.is_main or not measurements:
         return
     if not arguments.json:

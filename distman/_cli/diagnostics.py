@@ -111,7 +111,6 @@ class _Job:
 
     @property
     def local_world_size(self) -> int:
-        """Number of ranks on this host, 1 where it is not known."""
         known = self.environment.world_size if self.environment.is_on_one_node else 1
         return self.environment.local_world_size or known
 
@@ -163,7 +162,6 @@ def _idle_nodes(job: _Job) -> Iterator[str]:
 
 
 def _num_allocated(job: _Job, launcher: Launcher) -> int | None:
-    """Return the number of nodes that a scheduler has allocated."""
     fields = {} if launcher.allocation is None else launcher.allocation.fields
     return _number(read_text(job.environ, *fields.get("num_nodes", ())) or "")
 

@@ -49,7 +49,6 @@ def print_text(text: str) -> None:
 
 
 def _folded(line: str, width: int) -> str:
-    """Return a line in as many as it needs, those that follow indented by two spaces; a longer word stays whole."""
     if not 0 < width < len(line):
         return line
     return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

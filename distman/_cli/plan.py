@@ -222,7 +222,6 @@ class _Layout:
 
     @property
     def num_nodes(self) -> int | None:
-        """Number of nodes; None where it is not known how many ranks are on each."""
         return None if self.ranks_per_node is None else -(-self.world_size // self.ranks_per_node)
 
     def group_size(self, name: str) -> int:

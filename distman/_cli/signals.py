@@ -13,15 +13,13 @@ _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.S
 
 @contextmanager
 def heard(more: Iterable[int] = ()) -> Iterator[socket.socket]:
-    """Yield a socket with a byte for each signal that arrives meanwhile: its number. It has no other effect.
-
-    SIGHUP stays ignored where it is, as under ``nohup``.
-    """
+    """Yield a socket with the number of each signal that arrives meanwhile, as a byte; it has no other effect."""
     wake, waker = socket.socketpair()
     with wake, waker:
         for end in (wake, waker):
             end.settimeout(0)
         previous_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        # SIGHUP stays ignored where it is, as under ``nohup``.
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
         numbers = {*_HEARD, *more} - ignored
         previous = {number: signal.signal(number, lambda _number, _frame: None) for number in numbers}

@@ -153,7 +153,6 @@ def _examine(
 
 
 def _tell_without_job(problem: str, environment: LaunchEnvironment | None) -> None:
-    """Print the JSON object of a job whose ranks did not meet."""
     known = {"world_size": environment.world_size, "initialization_method": environment.launcher} if environment else {}
     print(json.dumps({**known, "problems": [problem], "is_ok": False}), flush=True)
 

@@ -140,7 +140,6 @@ def _interfaces_in_use(reports: Mapping[str, RankReport]) -> Iterator[str]:
 
 
 def _interfaces() -> Iterator[Interface]:
-    """The interfaces but for the loopback."""
     for folder in sorted(_NETWORKS.iterdir()) if _NETWORKS.is_dir() else []:
         with suppress(OSError, ValueError):
             if (folder / "type").read_text().strip() != _LOOPBACK:

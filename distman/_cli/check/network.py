@@ -33,10 +33,7 @@ class Link:
 
 @collective
 def measure_links(manager: DistributedManager) -> list[Link] | None:
-    """Return on rank 0 how fast the links between ranks are, of the pairs in :func:`plan_rounds`. Collective.
-
-    Disjoint pairs measure at once; the shortest of several times counts, which others disturb least.
-    """
+    """Return on rank 0 how fast the links between ranks are; disjoint pairs measure at once. Collective."""
     mine: list[Link] = []
     for pairs in plan_rounds([peer.node_rank for peer in manager.roll_call]):
         for pair in pairs:

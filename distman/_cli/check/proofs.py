@@ -30,10 +30,7 @@ _FEW, _MANY = torch.arange(1000), torch.arange((4 << 20) // 8)
 
 @collective
 def prove(name: str, proof: Proof, manager: DistributedManager) -> bool:
-    """Return whether a collective is exact on this rank. Collective.
-
-    If it raises, that is a DistmanError, and the others raise JobFailed; only a broken connection is a RuntimeError.
-    """
+    """Return whether a collective is exact here; it raises a DistmanError, or a broken connection. Collective."""
     try:
         return proof(manager)
     except RankFailedError:

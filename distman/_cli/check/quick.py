@@ -18,10 +18,7 @@ _SHARED_MEMORY = 64 << 20  # bytes that must be free in /dev/shm, where loaders 
 
 
 def problems_of_host(*, with_gpus: bool) -> list[str]:
-    """Return what is wrong with this host, each as "computes wrong numbers": what follows its name in a sentence.
-
-    GPUs are to be left out where other ranks hold them, perhaps for themselves alone.
-    """
+    """Return what is wrong with this host, such as "computes wrong numbers"; other ranks may hold its GPUs."""
     return [*_computing(torch.cuda.device_count() if with_gpus else 0), *_memory(), *_files()]
 
 

@@ -110,7 +110,6 @@ class _Keeper:
     fruitless: int = 0  # tries in a row without a new one
 
     def run(self) -> int:
-        """Start tries until one ends the job, and return its exit code."""
         while True:
             folder = Path(tempfile.mkdtemp(dir=self.folder))
             # The ranks write into the folder what happens. The command gets SIGTERM where this process is killed.

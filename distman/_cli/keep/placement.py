@@ -98,7 +98,6 @@ class InAllocation:
         return [self._srun, *options, *self._options]
 
     def lacks_hosts(self, bad_hosts: Collection[str]) -> str | None:
-        """Return why there can be no further try, or None."""
         left = self._num_nodes(bad_hosts)
         if left >= self._min_nodes:
             return None
@@ -108,7 +107,6 @@ class InAllocation:
         return min(self._wanted, len(set(self.hosts) - set(bad_hosts)))
 
     def check(self, host: str) -> Health:
-        """Run ``distman check --quick`` on a host."""
         place = [self._srun, "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--input=none", "--quiet"]
         command = [*place, sys.executable, "-m", "distman", "check", "--quick", "--json"]
         try:
@@ -143,10 +141,7 @@ def place(command: Sequence[str], environ: Mapping[str, str], spare: int, min_no
 
 
 def read_options(words: Sequence[str]) -> tuple[int | None, int | None, list[str]]:
-    """Return how many nodes and tasks the options of srun ask for, and all the other words.
-
-    A ValueError says that they choose the hosts by themselves, or that it is unclear where the program begins.
-    """
+    """Return how many nodes and tasks the options of srun ask for, and all other words; ValueError if unclear."""
     numbers: dict[str, int | None] = {"-N": None, "-n": None}
     long = {"--nodes": "-N", "--ntasks": "-n"}
     rest: list[str] = []

@@ -34,8 +34,6 @@ def _without_stop(sentence: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a try ended."""
-
     exit_code: int
     errors: str  # what the launcher and the ranks wrote last to standard error
     interruption: int | None  # the signal by which this command was asked to end
@@ -74,7 +72,6 @@ class Notes:
 
     @property
     def step(self) -> str | None:
-        """The step of the Slurm job."""
         return next((host.step for host in self.hosts.values()), None)
 
     def host_of(self, rank: int) -> str | None:
@@ -83,8 +80,6 @@ class Notes:
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """What a check of a host found."""
-
     problem: str | None
     oom_kills: int
 

@@ -90,13 +90,7 @@ class JobRequest:
 
 
 def read_time(text: str) -> str:
-    """Return a time as ``"HH:MM:SS"``, from ``"2h30m"`` and the like, or from what Slurm takes.
-
-    Slurm takes minutes, ``MM:SS``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM`` or ``D-HH:MM:SS``.
-
-    Source:
-        sbatch(1), option ``--time``.
-    """
+    """Return a time as ``"HH:MM:SS"``, from ``"2h30m"`` and the like, or as ``--time`` of sbatch(1) has it."""
     seconds = 0
     if match := _TIME_WITH_UNITS.fullmatch(text):
         days, hours, minutes, rest = (int(part or 0) for part in match.groups())
@@ -116,11 +110,7 @@ def read_time(text: str) -> str:
 
 
 def quoted(word: str) -> str:
-    """Return a word as bash reads it, on one line and visible: control characters and the like are escaped.
-
-    People, and schedulers that look for their options at the beginnings of lines, would take a line that begins within
-    a word for one of the script's.
-    """
+    """Return a word as bash reads it, on one line: a line that begins within it might be taken for the script's."""
     if word.isprintable():
         return shlex.quote(word)
     return "$'" + "".join(f"\\x{byte:02x}" if byte not in _PLAIN else chr(byte) for byte in os.fsencode(word)) + "'"

@@ -125,7 +125,6 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _command(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return what the interpreter of each rank is told."""
     if arguments.call is not None:
         return program_of_rank(arguments.call)
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command

@@ -57,11 +57,7 @@ class OutputError(Exception):
 
 
 def run_job(plan: Plan) -> Outcome:
-    """Start the ranks, show what they write, and return when all have ended, with what they started.
-
-    Where one cannot be started, or a file cannot be made, that is an OSError, and none is left; where what they write
-    can no longer be written on, it is an OutputError.
-    """
+    """Start the ranks, show what they write, and return when all have ended, with what they started."""
     adopt_orphans()
     with ExitStack() as stack:
         # New files, which only this user can read.
@@ -233,11 +229,7 @@ def number_of_ranks(wanted: str) -> int:
 
 
 def variables_of_ranks(environ: Mapping[str, str], number: int) -> list[dict[str, str]]:
-    """Return the environment of each rank.
-
-    The variables of launchers that this command may run under are left out, but for those of schedulers, and a number
-    of threads is added where there is none: a rank's share of the CPUs.
-    """
+    """Return the environment of each rank: without what other launchers set, but for those of schedulers."""
     others = [launcher for launcher in LAUNCHERS.values() if launcher.family in (Family.ENV, Family.MPI)]
     common = {name: value for name, value in environ.items() if not any(sets(other, name) for other in others)}
     common.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // number)))

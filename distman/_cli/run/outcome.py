@@ -121,7 +121,6 @@ class Outcome:
         return json.dumps(said, indent=2)
 
     def report(self) -> str:
-        """Return what a user is to read at the end: who failed and why, and what became of the others."""
         failure = self.failure
         if self.wants_restart:
             return f"distman run: the ranks have saved, and ask to be started again (exit code {WANTS_RESTART})."
@@ -173,10 +172,7 @@ def last_lines(data: bytes) -> str:
 
 
 def read_error_file(path: Path) -> tuple[FailureRecord | None, FailureRecord | None]:
-    """Return what a rank said of its own failure and of the job's first one; None where nothing, or nothing legible.
-
-    What torch's decorator wrote is the failure of nobody known: its rank is -1.
-    """
+    """Return what a rank said of its own failure and of the first one; rank -1 where torch's decorator wrote it."""
     try:
         said: Any = json.loads(path.read_bytes())
         if RECORD in said:
