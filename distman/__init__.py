@@ -120,41 +120,34 @@ __all__ = [
     "surviving_failure",
 ]
 
-_NEEDS_TORCH = {
-    "DistributedManager": "distman.manager",
-    "ParallelExecutor": "distman.executor",
-    "Peer": "distman._job.meeting.peers",
-    "SlowRank": "distman._coordination.monitor.slowness",
-    "Stepper": "distman.training",
-    "local_rank_zero_first": "distman.decorators",
-    "on_local_rank": "distman.decorators",
-    "on_rank": "distman.decorators",
-    "parallel_on_all_devices": "distman.decorators",
-    "rank_zero_first": "distman.decorators",
-    "rank_zero_only": "distman.decorators",
-    "pick_device": "distman._job.device",
-    "run": "distman._cli.run.function",
-    "resolve_device": "distman._job.device",
-    "surviving_failure": "distman._coordination.surviving",
+# What loads torch, and what is not on page one, but there for programs that call it as libraries before this one do.
+_ON_DEMAND = {
+    "distman._cli.run.function": ("run",),
+    "distman._coordination.monitor.slowness": ("SlowRank",),
+    "distman._coordination.surviving": ("surviving_failure",),
+    "distman._job.device": ("pick_device", "resolve_device"),
+    "distman._job.meeting.peers": ("Peer",),
+    "distman.decorators": (
+        "local_rank_zero_first",
+        "on_local_rank",
+        "on_rank",
+        "parallel_on_all_devices",
+        "rank_zero_first",
+        "rank_zero_only",
+    ),
+    "distman.environments": ("is_env_distributed", "should_use_distributed"),
+    "distman.executor": ("ParallelExecutor", "parallelize_on_gpus"),
+    "distman.manager": ("DistributedManager", "initialize_ddp"),
+    "distman.topology": ("ProcessGroupConfig", "ProcessGroupNode"),
+    "distman.training": ("Stepper",),
 }
-# Not on page one, and there for programs that import them from here: as libraries before this one call them.
-_ELSEWHERE = {
-    "ProcessGroupConfig": "distman.topology",
-    "ProcessGroupNode": "distman.topology",
-    "initialize_ddp": "distman.manager",
-    "is_env_distributed": "distman.environments",
-    "parallelize_on_gpus": "distman.executor",
-    "should_use_distributed": "distman.environments",
-}
-
-
 _NEAR = 3  # callers among which help() is: two functions of ``inspect``, and then ``pydoc``
 
 
 def __getattr__(name: str) -> Any:
     if name in PACKAGES:
         return importlib.import_module(f"distman.{name}")
-    home = _NEEDS_TORCH.get(name) or _ELSEWHERE.get(name)
+    home = next((home for home, names in _ON_DEMAND.items() if name in names), None)
     if home is None:
         raise missing_name(name, sys._getframe(1))
     value = getattr(importlib.import_module(home), name)

@@ -58,24 +58,15 @@ def make_group(
     # the keys in the store, the same on all members and new; ``rank`` counts among ``ranks``.
     process_group: dist.ProcessGroup
     make: Any = distributed_c10d._new_process_group_helper  # some versions have a type of their own for the name
+    place, backend = (len(ranks), rank, list(ranks)), dist.get_backend()
     with _world_without_device(), meeting_in_few_calls():
-        process_group, _ = make(
-            len(ranks),
-            rank,
-            list(ranks),
-            dist.get_backend(),
-            store,
-            name,
-            timeout=timeout,
-            group_desc=description,
-        )
+        process_group, _ = make(*place, backend, store, name, timeout=timeout, group_desc=description)
     distributed_c10d._world.pg_group_ranks[process_group] = dict(zip(ranks, itertools.count(), strict=False))
     return process_group
 
 
 _IN_FEW_CALLS = {"GLOO_ENABLE_STORE_V2_API": "1", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}
-_meetings: list[dict[str, str | None]] = []
-"""What the variables were, one entry for each group that is being made."""
+_meetings: list[dict[str, str | None]] = []  # what the variables were, one entry for each group that is being made
 _MEETING = threading.Lock()
 
 
@@ -118,16 +109,14 @@ def _world_without_device() -> Iterator[None]:
         world.bound_device_id = device
 
 
+# Operations between two ranks that this package has begun: a group counts them with its collectives.
 _uncounted: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Operations between two ranks that this package has begun: a group counts them with its collectives."""
 
 
 def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
-    """Do what torch's function of this name does, but let its group go on after an exception.
-
-    NCCL collects the operations of a batch. torch leaves that state open when one is refused or the main thread is
-    interrupted, and later reductions of the group would be collected and never done.
-    """
+    """Do what torch's function of this name does, but let its group go on after an exception."""
+    # NCCL collects the operations of a batch. torch leaves that state open when one is refused or the main thread is
+    # interrupted, and later reductions of the group would be collected and never done.
     works: list[dist.Work]
     group = operations[0].group
     before = _num_begun(group)
@@ -161,6 +150,7 @@ def operations_begun() -> dict[str, int]:
     return {one.group_name: number - _uncounted.get(one, 0) for one, number in groups.items()}
 
 
+# Collectives that no rank leaves before all ranks of the group have begun them; the first is of DDP's constructor.
 _FOR_ALL = frozenset(
     {
         "_verify_param_shape_across_processes",
@@ -178,11 +168,8 @@ _FOR_ALL = frozenset(
         "reduce_scatter_tensor",
     }
 )
-"""Collectives that no rank leaves before all ranks of the group have begun them; the first is of DDP's constructor."""
-
+# Those in which the others wait for one rank, and in which one rank waits for the others.
 _FROM_ONE, _TO_ONE = frozenset({"broadcast", "scatter"}), frozenset({"gather", "reduce"})
-"""Those in which the others wait for one rank, and in which one rank waits for the others."""
-
 _STORE = f"{__package__}._store."
 _MESSAGES = {"recv": "group_src", "send": "group_dst"}  # and the variable that holds the other rank
 _COLLECTIVES = _FOR_ALL | _FROM_ONE | _TO_ONE
@@ -275,14 +262,11 @@ _FILES_OF_WAITS = {*_FILES_OF_COLLECTIVES, torch._ops.__file__}
 
 
 def blocking_call(frame: FrameType | None) -> str:
-    """Return in words what the innermost function of a stack may wait in for other ranks; empty if it does not wait.
-
-    A backward pass waits in it for the reductions of DDP.
-    """
+    """Return in words what the innermost function of a stack may wait in for other ranks; empty if it does not wait."""
     if frame is None:
         return ""
     code = frame.f_code
-    if code.co_name == "_engine_run_backward":
+    if code.co_name == "_engine_run_backward":  # for the reductions of DDP
         return "torch's backward pass"
     if code.co_filename in _FILES_OF_WAITS:
         return f"torch's {code.co_name.strip('_')}"
@@ -357,10 +341,10 @@ def waits_at_end(process_group: dist.ProcessGroup) -> bool:
     return any(collects_batches(process_group, device) for device in process_group._device_types)
 
 
+# What closes the connections that a group has beside those of its backends.
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakMethod[Callable[[], None]]] = (
     weakref.WeakKeyDictionary()
 )
-"""What closes the connections that a group has beside those of its backends."""
 
 
 def close_with(process_group: dist.ProcessGroup, close: Callable[[], None]) -> None:
@@ -382,15 +366,12 @@ def _call(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
 
 
 def close_connections(process_group: dist.ProcessGroup) -> None:
-    """End what waits over gloo in a group, on all its ranks: gloo closes a connection when a wait for it is too long.
-
-    It is good for nothing afterwards.
-    """
+    """End what waits over gloo in a group, on all its ranks; it is good for nothing afterwards."""
     close_beside(process_group)
     if dist.Backend.GLOO not in dist.get_backend(process_group):  # cpu:gloo, say
         return
     for step in range(1, process_group.size()):
-        # Too late, as it must be; or that connection is closed already, which leaves those to other ranks open.
+        # gloo closes a connection when a wait for it is too long; or it is closed already, which leaves others open.
         with contextlib.suppress(RuntimeError, ValueError):
             other = (process_group.rank() + step) % process_group.size()
             process_group.recv([torch.empty(1, device="cpu")], other, _TAG).wait(_AT_ONCE)
@@ -403,12 +384,8 @@ def close_all_connections() -> None:
 
 
 def end_group(process_group: dist.ProcessGroup | None = None, *, aborts: bool) -> None:
-    """Destroy a process group, or all of them.
-
-    If it ``aborts``, it does not wait for what is outstanding there, as NCCL does: after a failure nobody completes it.
-    gloo never waits.
-    """
-    if aborts:
+    """Destroy a process group, or all of them."""
+    if aborts:  # and does not wait for what is outstanding there, as NCCL does: after a failure nobody completes it
         distributed_c10d._abort_process_group(process_group)
     else:
         dist.destroy_process_group(process_group)
@@ -442,11 +419,8 @@ def default_store() -> dist.Store:
 
 
 def make_gloo_default(process_group: dist.ProcessGroup) -> None:
-    """Tell a group that gloo is its default.
-
-    torch leaves it open where some library has registered a backend, as ``torch.compile`` does, and then warns
-    at every call.
-    """
+    # torch leaves it open where some library has registered a backend, as ``torch.compile`` does, and then warns at
+    # every call.
     process_group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
 
@@ -469,10 +443,8 @@ def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str,
 
 
 def is_static_rendezvous(place: tuple[str, int], run_id: str, node_rank: int, timeout: float) -> bool:
-    """Return whether torchrun's agents are seen to have met in this store, as they do by a static rendezvous only.
-
-    By any other one they meet in a store of its own, and leave nothing in the one that they show their ranks.
-    """
+    """Return whether torchrun's agents are seen to have met in this store, as they do by a static rendezvous only."""
+    # By any other one they meet in a store of its own, and leave nothing in the one that they show their ranks.
     try:
         store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
         return dist.PrefixStore(run_id, store).check([f"torchelastic/role_info/{node_rank}"])
@@ -482,8 +454,7 @@ def is_static_rendezvous(place: tuple[str, int], run_id: str, node_rank: int, ti
 
 # Words of gloo, NCCL and torch, which raise bare RuntimeErrors and warn without a category of their own
 
-GLOO_THREADS = "pt_gloo"
-"""How the names of gloo's threads begin."""
+GLOO_THREADS = "pt_gloo"  # how the names of gloo's threads begin
 
 NO_JOB_WARNING = "torch.distributed is disabled"
 """How ``torch.distributed.checkpoint`` begins its warning that there is one process only."""
@@ -520,8 +491,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 # Compiled programs
 
-COMPILED = "_orig_mod"
-"""Attribute under which a compiled module holds the module: part of the names in its state."""
+COMPILED = "_orig_mod"  # attribute under which a compiled module holds the module: part of the names in its state
 
 
 def is_compiled(module: torch.nn.Module | None) -> bool:
@@ -589,19 +559,13 @@ class _TracedAllReduce(torch.autograd.Function):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is nothing but shape, strides and memory: what dispatches its operations says so.
-
-    Its memory may have been freed all the same.
-    """
+    """Return whether a tensor is nothing but shape, strides and memory, though that may have been freed."""
     keys: int = torch._C._dispatch_keys(tensor).raw_repr()
     return type(tensor) in _PLAIN_TYPES and not keys & _NOT_PLAIN
 
 
 def are_simple(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether tensors are of torch's own types and have memory; what is stacked of them says the rest.
-
-    It takes less time than to look at what dispatches the operations of each.
-    """
+    """Return whether tensors are of torch's own types and have memory, sooner than to look at each one's dispatch."""
     try:
         return _PLAIN_TYPES.issuperset(map(type, tensors)) and 0 not in map(torch.Tensor.data_ptr, tensors)
     except RuntimeError:  # such as a sparse tensor's, which has no memory that is its own
@@ -610,9 +574,7 @@ def are_simple(tensors: Sequence[torch.Tensor]) -> bool:
 
 def has_own_operations(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is of a class that computes its operations itself."""
-    keys: Any = torch._C._dispatch_keys(tensor)
-    found: bool = keys.has(torch._C.DispatchKey.Python)
-    return found
+    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
 
 
 def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
@@ -688,9 +650,7 @@ def despite_traces(func: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(func)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not traced_by():
-            return func(*args, **kwargs)
-        with untraced():
+        with untraced() if traced_by() else contextlib.nullcontext():
             return func(*args, **kwargs)
 
     return call
@@ -724,10 +684,7 @@ _KINDS = {
 
 
 def unbind_apart(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the slices of a tensor along its first dim as tensors that share its memory, but are no views of it.
-
-    What is done to one in place, autograd takes for a change of that one alone.
-    """
+    """Return the slices of a tensor along its first dim, which share memory; autograd takes each for itself alone."""
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return list(tensor.unbind())
 
@@ -736,10 +693,8 @@ def norms(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the 2-norm of each tensor, in any order, by one kernel; in float32 at least, since 16 bits overflow."""
     short = [one for one in tensors if one.dtype in (torch.float16, torch.bfloat16)]
     long = [one for one in tensors if one.dtype not in (torch.float16, torch.bfloat16)]
-    return (
-        *(torch._foreach_norm(short, dtype=torch.float32) if short else ()),
-        *(torch._foreach_norm(long) if long else ()),
-    )
+    found = torch._foreach_norm(short, dtype=torch.float32) if short else ()
+    return (*found, *(torch._foreach_norm(long) if long else ()))
 
 
 def without_type(storage: torch.TypedStorage) -> torch.UntypedStorage:
@@ -753,10 +708,8 @@ def with_type(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedS
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Return how a tensor is made again, as ``__reduce_ex__`` does, in a way that works for all dtypes.
-
-    For the newer ones, such as float8, torch names a function that takes what ``torch.load`` hands it alone.
-    """
+    """Return how a tensor is made again, as ``__reduce_ex__`` does, in a way that works for all dtypes."""
+    # For the newer ones, such as float8, torch names a function that takes what ``torch.load`` hands it alone.
     reduced: Any = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
     if not isinstance(reduced, tuple):
         return reduced

@@ -6,8 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-_NAME = "distman_search_path"
-"""Variable of a program of ours that runs in a new interpreter, by which its frame is known."""
+_NAME = "distman_search_path"  # variable of a program of ours, by which its frame is known
 
 
 def options() -> list[str]:

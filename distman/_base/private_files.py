@@ -8,8 +8,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-_OTHERS = 0o077
-"""Permissions of the group and of all others."""
+_OTHERS = 0o077  # permissions of the group and of all others
 
 
 def write_new(path: Path, text: str) -> None:

@@ -163,6 +163,7 @@ CHECK_LATE = 0.1  # by which a rank is late at the barrier
 CHECK_LONGEST_SPEED = 0.1  # of one operation: larger sizes are left out
 NETWORK_QUESTION = 1.0  # for its answer
 BENCH_COLLECTIVE = 240.0  # of one operation
+BENCH_OPERATION = 0.2  # for the rounds of one, where their number is not given
 
 LONGER = (
     (GUEST, DIAL),  # the store waits for a client for as long as that waits for the store

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from distman._base import timing
 from distman._coordination.wait_scope import collective
 from distman._torch_internals import all_gather_single, reduce_scatter_single
 from distman.collectives import control_device
@@ -17,7 +18,6 @@ from distman.manager import DistributedManager
 
 _ITEM_BYTES = 4  # of a float32
 _FEWEST, _MOST = 5, 100  # rounds: enough for a median, and no more than small messages need
-_ALLOWED = 0.2  # seconds for them
 _MATRIX_SIZE = {"cpu": 512, "cuda": 4096}
 _SHARED_OUT = ("all_gather", "all_to_all", "reduce_scatter")  # each rank has an equal part of the bytes
 
@@ -49,7 +49,7 @@ def measure(
     run = _prepare(operation, num_bytes, manager)
     run()
     estimate = largest(min(timed(run, manager.device) for _ in range(2)), manager)
-    rounds = num_rounds or min(max(_FEWEST, int(_ALLOWED / max(estimate, 1e-9))), _MOST)
+    rounds = num_rounds or min(max(_FEWEST, int(timing.BENCH_OPERATION / max(estimate, 1e-9))), _MOST)
     own = statistics.median(timed(run, manager.device) for _ in range(rounds))
     seconds = largest(own, manager)
     bandwidth = num_bytes / seconds

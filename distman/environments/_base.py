@@ -14,17 +14,15 @@ from distman.errors import LaunchEnvironmentError
 
 Environ = Mapping[str, str]
 
+# Field of LaunchEnvironment -> spellings of the variable that holds it, the preferred one first.
 Fields = Mapping[str, tuple[str, ...]]
-"""Field of LaunchEnvironment -> spellings of the variable that holds it, the preferred one first."""
 
-JOB_ID = "DISTMAN_JOB_ID"
-"""The user's own job id; it stands above every launcher's."""
+JOB_ID = "DISTMAN_JOB_ID"  # the user's own job id; it stands above every launcher's
 
-MAX_DIGITS = 18
-"""Longer numbers are typing errors: every launcher's own numbers fit into 64 bits."""
+MAX_DIGITS = 18  # longer numbers are typing errors: every launcher's own numbers fit into 64 bits
 
 _NONE = "single"
-
+# The fields that are numbers, each with its smallest value.
 _LEAST = {
     "rank": 0,
     "world_size": 1,
@@ -34,8 +32,6 @@ _LEAST = {
     "num_nodes": 1,
     "main_port": 1,
 }
-"""The fields that are numbers, each with its smallest value."""
-
 _RELATIONS = (
     ("rank", "below", "world_size"),
     ("local_rank", "below", "local_world_size"),

@@ -34,8 +34,7 @@ from distman.environments._registry import LAUNCHERS
 from distman.environments._slurm import SLURM
 from distman.errors import LaunchEnvironmentError
 
-METHOD = "DISTMAN_INITIALIZATION_METHOD"
-"""The variable that names the launcher to believe."""
+METHOD = "DISTMAN_INITIALIZATION_METHOD"  # the variable that names the launcher to believe
 
 _FAMILIES = (Family.ENV, Family.MPI)  # families whose name is a method too
 

@@ -15,11 +15,9 @@ from collections.abc import Iterator
 from distman.environments._base import MAX_DIGITS
 from distman.errors import LaunchEnvironmentError
 
-MAX_RANGE = 65_536
-"""Numbers in one range; Slurm's own limit."""
+MAX_RANGE = 65_536  # numbers in one range; Slurm's own limit
 
-MAX_ENTRIES = 1_048_576
-"""Entries in one whole list, so that a mistyped range cannot fill the memory."""
+MAX_ENTRIES = 1_048_576  # entries in one whole list, so that a mistyped range cannot fill the memory
 
 _HOST = re.compile(r"(?:[^\s,\[\]()]|\[[^\[\]()]*\])+")
 _SEPARATORS = re.compile(r"[\s,]*")

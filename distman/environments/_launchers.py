@@ -10,9 +10,8 @@ from distman.environments._launcher import Agent, Family, Launcher, OnFailure, P
 _TORCHRUN_ID = "TORCHELASTIC_RUN_ID"  # the variable that only the elastic agent sets
 _TORCHRUN_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _TORCHRUN_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+# What torchrun draws with ``--standalone`` and, on one node, without a port or a rendezvous: both mean c10d.
 _TORCHRUN_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-"""What torchrun draws with ``--standalone`` and, on one node, without a port or a rendezvous: both mean c10d."""
-
 _DISTMAN_ID = "DISTMAN_RUN_ID"  # names one start of the ranks
 _OPENMPI_LAUNCH_NODE = "OMPI_MCA_orte_hnp_uri"
 _IPV4 = re.compile(r"tcp4?://(\d+\.\d+\.\d+\.\d+)")

@@ -10,8 +10,7 @@ from distman.errors import LaunchEnvironmentError
 if TYPE_CHECKING:
     from distman.environments._launcher import Launcher
 
-GROUP = "distman.launchers"
-"""The entry points of installed packages that are loaded before a launcher is looked for."""
+GROUP = "distman.launchers"  # the entry points of installed packages that are loaded before a launcher is looked for
 
 _BARE = "env"  # the launcher before which others are put unless told: bare variables speak only where no launcher does
 _MPI = "mpi"  # the name that ``method`` understands beside those of the launchers

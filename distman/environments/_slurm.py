@@ -16,13 +16,9 @@ from distman.environments._base import read_number, read_text
 from distman.environments._hostlist import first_host, parse_hostlist, parse_tasks_per_node
 from distman.environments._launcher import Allocation, Family, Launcher, OnFailure, Place
 
+# Slurm's own steps have higher ids: the batch script, the shell of salloc, what runs outside of steps.
+# Source: Slurm, slurm/slurm.h, SLURM_MAX_NORMAL_STEP_ID.
 _MAX_STEP_ID = 0xFFFFFFF0
-"""Slurm's own steps have higher ids: the batch script, the shell of salloc, what runs outside of steps.
-
-Source:
-    Slurm, ``slurm/slurm.h``, SLURM_MAX_NORMAL_STEP_ID.
-"""
-
 _STEP_ID = ("SLURM_STEP_ID", "SLURM_STEPID")
 _JOB_ID = ("SLURM_JOB_ID", "SLURM_JOBID")
 _NODES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")  # of the allocation

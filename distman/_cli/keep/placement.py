@@ -13,6 +13,8 @@ from distman._cli.keep.verdict import Health
 from distman._coordination.failure.starter import count_oom_kills
 from distman.environments import parse_hostlist
 
+# Of srun: those that have a value, and those that have none, or only one in the same word.
+# Source: Slurm documentation, srun; those of versions up to 25.05.
 _OPTIONS = (
     """
     A B b C c D d e F G i J L M m N n o p q r S T t W w x accel-bind account acctg-freq bb bbf bcast-exclude begin
@@ -32,16 +34,8 @@ _OPTIONS = (
     test-only unbuffered usage use-min-nodes verbose version whole x11
     """,
 )
-"""Of srun: those that have a value, and those that have none, or only one in the same word.
-
-Source:
-    Slurm documentation, srun; those of versions up to 25.05.
-"""
-
 _WITH_VALUE, _ALONE = (frozenset(names.split()) for names in _OPTIONS)
-
-_FLAGS = "EhHlOQsuvVXZ"
-"""Short options that have no value, of which one word may hold several, and one of the others after them."""
+_FLAGS = "EhHlOQsuvVXZ"  # short options that have no value: one word may hold several, and one of the others at its end
 
 
 class Here:

@@ -17,13 +17,8 @@ from distman._coordination.messages import MalformedMessageError, decode
 
 Kind = TypeVar("Kind")
 
+# A line of srun on tasks that ended. Source: Slurm, src/srun/libsrun/launch.c.
 _TASKS = re.compile(r"^srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?P<end>.+?)(?: \(core dumped\))?$", re.MULTILINE)
-"""A line of srun on tasks that ended.
-
-Source:
-    Slurm, src/srun/libsrun/launch.c.
-"""
-
 _CANCELLED = re.compile(r"_step_signal: Terminating |\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT ")
 _OUT_OF_MEMORY = re.compile(r"out[ _-]of[ _-]memory|oom[ _-]kill", re.IGNORECASE)
 

@@ -15,8 +15,8 @@ from distman._cli.launch.job_script import BACKENDS, JobRequest, as_argument, qu
 from distman._cli.parser import at_least
 
 _DEFAULTS = JobRequest(backend="slurm")
+# Backends whose scripts a scheduler takes, with its command; scripts of others are run by bash.
 _SCHEDULERS = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub <", "flux": "flux batch"}
-"""Backends whose scripts a scheduler takes, with its command; scripts of others are run by bash."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,16 +9,13 @@ import shlex
 import string
 from importlib.resources import files
 
-BACKENDS = ("slurm", "openmpi", "mpich", "pbs", "lsf", "flux", "torchrun")
-"""Schedulers and launchers for which there is a template of this name."""
-
+BACKENDS = ("slurm", "openmpi", "mpich", "pbs", "lsf", "flux", "torchrun")  # for which there is a template of this name
 _WORD = re.compile(r"\w[\w.+@-]*", re.ASCII)
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _SLURM_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 _TIME_WITH_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
+# Characters that stand for themselves in ``$'...'``.
 _PLAIN = frozenset(string.printable.encode()) - frozenset(string.whitespace.encode()) - set(b"\\'") | set(b" ")
-"""Characters that stand for themselves in ``$'...'``."""
-
 _PLACEHOLDER = re.compile(r"@\{(\w+)\}")
 
 

@@ -12,11 +12,8 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 _COLORS = (36, 33, 35, 32, 34, 31)  # foreground colours of ranks, in turn. Source: ECMA-48, SGR 30 to 37
-_MOST_WITHOUT_END = 1 << 16
-"""Bytes of a line after which it is shown though it has no end: memory is bounded, and no honest line is longer."""
-
-COMMAND = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
-"""A command to a terminal. Source: ECMA-48, control sequences."""
+_MOST_WITHOUT_END = 1 << 16  # bytes of a line after which it is shown though it has no end: memory is bounded
+COMMAND = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")  # to a terminal. Source: ECMA-48, control sequences
 _CLEAR_LINE = b"\r\x1b[K"
 
 

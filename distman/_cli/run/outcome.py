@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import socket
 from collections.abc import Iterable
@@ -17,18 +18,11 @@ from distman._coordination.failure.record import DIED, EXITED, FailureRecord
 from distman._coordination.failure.starter import RECORD
 from distman._coordination.messages import MalformedMessageError
 
-OF_A_SHELL = 128
-"""What a shell adds to the number of a signal that ended a program, for its exit code."""
+OF_A_SHELL = 128  # what a shell adds to the number of a signal that ended a program, for its exit code
 
+WANTS_RESTART = os.EX_TEMPFAIL  # of a rank that was told to stop and has saved, by ``distman.handler.Preempted``
 _NUM_LINES = 10  # that are repeated where none begins a traceback
 _TRACEBACK = "Traceback (most recent call last):"
-
-WANTS_RESTART = 75
-"""Exit code of a rank that was told to stop and has saved.
-
-Source:
-    ``EX_TEMPFAIL`` of sysexits.h: try again later. ``distman.handler.Preempted`` ends a program with it.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
