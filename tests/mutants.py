@@ -168,7 +168,7 @@ MUTANTS = (
         "executor/test_moving.py",
         ('part.device.type != "cpu" or part.requires_grad', 'part.device.type != "cpu"'),
     ),
-    *_mutants("_cli/units.py", "cli", ("if abs(number) >= size)", "if abs(number) > size)")),
+    *_mutants("_cli/output.py", "cli", ("if abs(number) >= size)", "if abs(number) > size)")),
     *_mutants(
         "_cli/timing.py",
         "cli/test_bench.py cli/test_check.py",

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distman._base import timing
-from distman._cli.parser import at_least
-from distman._cli.units import parse_size, print_speeds, show_size
+from distman._cli.output import parse_size, print_speeds, show_size
+from distman._cli.parser import add_job_options, add_number
 from distman.errors import DistmanError, JobFailed
 
 if TYPE_CHECKING:
@@ -35,21 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-size", type=parse_size, default=64 << 20, metavar="SIZE", help="largest size, such as 64M"
     )
-    parser.add_argument(
-        "--factor", type=at_least(2), default=2, metavar="N", help="each size is N times the one before"
-    )
-    parser.add_argument(
-        "--rounds", type=at_least(1), metavar="N", help="rounds of each; 5 to 100 in 0.2 s, if not given"
-    )
-    parser.add_argument("-n", "--ranks", dest="own_ranks", metavar="N", help="start N ranks on this machine")
-    parser.add_argument("--method", help="believe this launcher")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="time to wait for all ranks, 300, and in each operation, 240",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_number(parser, "--factor", least=2, default=2, help="each size is N times the one before")
+    add_number(parser, "--rounds", least=1, help="rounds of each; 5 to 100 in 0.2 s, if not given")
+    add_job_options(parser, "in each operation, 240")
     parser.set_defaults(run=run, parser=parser)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from distman._base.moved_names import new_option
@@ -29,16 +28,26 @@ _COMMANDS = {
 }
 
 
-def at_least(smallest: int) -> Callable[[str], int]:
-    """Return a type of argument: whole numbers of up to 18 digits; longer ones are typing errors."""
+def add_number(parser: argparse.ArgumentParser, name: str, *, least: int, metavar: str = "N", **options: Any) -> None:
+    """Add an option that is a whole number of up to 18 digits; longer ones are typing errors."""
 
     def read(text: str) -> int:
         is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
-        if not is_number or int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"it must be a whole number of at least {smallest}, got {text[:40]!r}")
+        if not is_number or int(text) < least:
+            raise argparse.ArgumentTypeError(f"it must be a whole number of at least {least}, got {text[:40]!r}")
         return int(text)
 
-    return read
+    parser.add_argument(name, type=read, metavar=metavar, **options)
+
+
+def add_job_options(parser: argparse.ArgumentParser, limits: str) -> None:
+    """Add what commands take that are a job themselves; ``limits`` says what their time is limited to."""
+    parser.add_argument("-n", "--ranks", dest="own_ranks", metavar="N", help="start N ranks on this machine")
+    parser.add_argument("--method", help="believe this launcher")
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help=f"time to wait for all ranks, 300, and {limits}"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from distman._cli.output import print_table, print_text, shorten_ranks
-from distman._cli.parser import at_least
+from distman._cli.parser import add_number
 from distman.topology import (
     READY_MADE,
     NotationError,
@@ -46,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Draw the groups that create_groups_from_config() or initialize_mesh() would make; nothing is started. The "
         "exit code is 0, 1 where the plan does not fit the world, 2 where the arguments are wrong."
     )
-    parser.add_argument("--world-size", type=at_least(1), required=True, metavar="RANKS", help="number of ranks")
+    add_number(parser, "--world-size", least=1, required=True, metavar="RANKS", help="number of ranks")
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--tree", help='such as "world(data=16, model(spatial=8, channel=8))"')
     wanted.add_argument("--mesh", help="such as data=-1,model=4; one length may be -1")
     parser.add_argument("--rank", type=int, default=0, help="show the groups that this rank is in (default 0)")
-    parser.add_argument("--ranks-per-node", type=at_least(1), metavar="N", help="tell which groups cross nodes")
+    add_number(parser, "--ranks-per-node", least=1, help="tell which groups cross nodes")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 

@@ -8,8 +8,8 @@ import pytest
 from distman import DistributedManager
 from distman._cli import bench, main
 from distman._cli.bench import NAMES
+from distman._cli.output import parse_size, show_bandwidth, show_seconds, show_size
 from distman._cli.timing import largest, measure
-from distman._cli.units import parse_size, show_bandwidth, show_seconds, show_size
 from distman.testing import ranks
 
 

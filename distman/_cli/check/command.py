@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from distman._base import timing
 from distman._cli.check.findings import Findings, as_json, facts, problems, warnings
 from distman._cli.diagnostics import Host, diagnose
-from distman._cli.output import print_table, print_text
-from distman._cli.units import print_speeds
+from distman._cli.output import print_speeds, print_table, print_text
+from distman._cli.parser import add_job_options
 from distman._job.meeting.secret import find_protection, learn_protection
 from distman.environments import LaunchEnvironment, detect
 from distman.errors import JobFailed
@@ -33,13 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Connect the ranks and look for what is wrong with the cluster. Run it as you run your script, for example: "
         "srun -N2 -n4 python -m distman check"
     )
-    parser.add_argument("-n", "--ranks", dest="own_ranks", metavar="N", help="start N ranks on this machine")
-    parser.add_argument("--method", help="believe this launcher")
-    parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="time to wait for all ranks, 300, and in each step, 60"
-    )
+    add_job_options(parser, "in each step, 60")
     parser.add_argument("--folder", type=_not_empty, metavar="DIR", help="a folder that all ranks must see")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="check this host alone, without a job, in seconds")
     parser.set_defaults(run=run)
 

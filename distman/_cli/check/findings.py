@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from distman._base import timing
 from distman._cli.check.hosts import RankReport, facts_in, problems_in, warnings_in
-from distman._cli.output import named, shown_ranks
-from distman._cli.units import show_seconds
+from distman._cli.output import named, show_seconds, shown_ranks
 
 if TYPE_CHECKING:
     from distman._cli.check.network import Link

@@ -20,10 +20,10 @@ from typing import IO
 
 from distman._base import timing
 from distman._base.process_tree import adopt_orphans, end_descendants, running_children
-from distman._base.text import printable
 from distman._cli.keep.placement import Here, Placement, place
 from distman._cli.keep.verdict import Ended, Notes, Verdict, judge, waits_for_lost_hosts
-from distman._cli.parser import at_least
+from distman._cli.output import complain
+from distman._cli.parser import add_number
 from distman._cli.run.job import ending_with_starter
 from distman._cli.run.outcome import OF_A_SHELL
 from distman._cli.signals import heard, is_from_terminal, received
@@ -45,30 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "else on this machine. The program itself has to resume from its last checkpoint."
     )
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "--restarts",
-        type=at_least(0),
-        default=_RESTARTS,
-        metavar="N",
-        help=f"give up after as many in a row without a new checkpoint (default: {_RESTARTS})",
-    )
-    parser.add_argument(
-        "--spare", type=at_least(0), default=0, metavar="K", help="nodes of the allocation that wait for one to fail"
-    )
-    parser.add_argument("--min-nodes", type=at_least(1), metavar="M", help="go on with fewer nodes, and fewer ranks")
-    parser.add_argument(
-        "--until",
-        type=at_least(1),
-        metavar="STEP",
-        help="start again after an end without error until this is saved",
-    )
-    parser.add_argument(
-        "--grace",
-        type=at_least(0),
-        default=timing.KEEP_GRACE,
-        metavar="SECONDS",
-        help=f"for the other ranks to end once one has failed (default: {timing.KEEP_GRACE:g})",
-    )
+    restarts_help = f"give up after as many in a row without a new checkpoint (default: {_RESTARTS})"
+    spare_help = "nodes of the allocation that wait for one to fail"
+    until_help = "start again after an end without error until this is saved"
+    grace_help = f"for the other ranks to end once one has failed (default: {timing.KEEP_GRACE:g})"
+    add_number(parser, "--restarts", least=0, default=_RESTARTS, help=restarts_help)
+    add_number(parser, "--spare", least=0, default=0, metavar="K", help=spare_help)
+    add_number(parser, "--min-nodes", least=1, metavar="M", help="go on with fewer nodes, and fewer ranks")
+    add_number(parser, "--until", least=1, metavar="STEP", help=until_help)
+    add_number(parser, "--grace", least=0, default=timing.KEEP_GRACE, metavar="SECONDS", help=grace_help)
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="a folder that all hosts see, for notes (default: this one)"
     )
@@ -250,4 +235,4 @@ class _Watch:
 
 def _say(sentence: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads it any more, or the terminal is closed
-        print(f"distman keep: {printable(sentence)}", file=sys.stderr, flush=True)
+        complain("keep", sentence)

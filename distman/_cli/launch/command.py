@@ -6,13 +6,13 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 
 from distman._base.private_files import create_anew, open_itself
 from distman._base.text import printable
 from distman._cli.launch.job_script import BACKENDS, JobRequest, as_argument, quoted, read_time, render
-from distman._cli.parser import at_least
+from distman._cli.output import complain
+from distman._cli.parser import add_number
 
 _DEFAULTS = JobRequest(backend="slurm")
 # Backends whose scripts a scheduler takes, with its command; scripts of others are run by bash.
@@ -23,50 +23,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write the script that starts a job of one process for each GPU."
     parser.usage = "distman launch --backend BACKEND [options]\n                      [script.py [arguments]]"
     backends = [*BACKENDS, "mpi"]
-    parser.add_argument(
-        "--backend",
-        required=True,
-        choices=backends,
-        metavar="BACKEND",
-        help=f"what starts the processes: {', '.join(backends)}",
-    )
+    backend_help = f"what starts the processes: {', '.join(backends)}"
+    parser.add_argument("--backend", required=True, choices=backends, metavar="BACKEND", help=backend_help)
     parser.add_argument("--with-torchrun", action="store_true", help="let srun start one torchrun on each node")
-    parser.add_argument(
-        "--nodes", type=at_least(1), default=_DEFAULTS.nodes, metavar="N", help="number of nodes (%(default)s)"
-    )
-    parser.add_argument(
-        "--gpus-per-node",
-        type=at_least(0),
-        default=_DEFAULTS.gpus_per_node,
-        metavar="N",
-        help="GPUs of each node, and as many processes (%(default)s); 0 for a job on CPUs",
-    )
-    parser.add_argument(
-        "--tasks-per-node", type=at_least(1), metavar="N", help="processes on each node of a job on CPUs (1)"
-    )
+    gpus_help = "GPUs of each node, and as many processes (%(default)s); 0 for a job on CPUs"
+    add_number(parser, "--nodes", least=1, default=_DEFAULTS.nodes, help="number of nodes (%(default)s)")
+    add_number(parser, "--gpus-per-node", least=0, default=_DEFAULTS.gpus_per_node, help=gpus_help)
+    add_number(parser, "--tasks-per-node", least=1, help="processes on each node of a job on CPUs (1)")
     parser.add_argument("--gpu-type", metavar="NAME", help="what Slurm calls the GPUs, such as a100")
-    parser.add_argument(
-        "--cpus-per-task",
-        type=at_least(1),
-        default=_DEFAULTS.cpus_per_task,
-        metavar="N",
-        help="CPUs for each process (%(default)s)",
-    )
-    parser.add_argument(
-        "--time",
-        default=_DEFAULTS.time,
-        help="longest time: 90m, 2h30m, 1d, HH:MM:SS, or as Slurm has it (%(default)s)",
-    )
-    parser.add_argument(
-        "--spare-nodes",
-        type=at_least(0),
-        default=0,
-        metavar="K",
-        help="nodes that wait for one to fail, see `distman keep`",
-    )
-    parser.add_argument(
-        "--restarts", type=at_least(0), metavar="N", help="let `distman keep` start the job again when it fails"
-    )
+    cpus_help = "CPUs for each process (%(default)s)"
+    add_number(parser, "--cpus-per-task", least=1, default=_DEFAULTS.cpus_per_task, help=cpus_help)
+    time_help = "longest time: 90m, 2h30m, 1d, HH:MM:SS, or as Slurm has it (%(default)s)"
+    parser.add_argument("--time", default=_DEFAULTS.time, help=time_help)
+    spare_help = "nodes that wait for one to fail, see `distman keep`"
+    add_number(parser, "--spare-nodes", least=0, default=0, metavar="K", help=spare_help)
+    add_number(parser, "--restarts", least=0, help="let `distman keep` start the job again when it fails")
     parser.add_argument("--account", metavar="NAME", help="the account that pays")
     parser.add_argument("--partition", metavar="NAME", help="partition, or queue")
     parser.add_argument("--job-name", default=_DEFAULTS.job_name, metavar="NAME", help="name of the job (%(default)s)")
@@ -85,14 +56,15 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         request = _request(arguments)
     except ValueError as error:
-        return _complain(error, code=2)
+        complain("launch", error)
+        return 2
     path = arguments.output
     script = render(request, path and path.name)
     try:
         if path is not None:
             _write(path, script, force=arguments.force)
     except OSError as error:
-        return _complain(error, code=1)
+        return complain("launch", error)
     _report(arguments, request, path, script)
     return 0
 
@@ -129,8 +101,3 @@ def _report(arguments: argparse.Namespace, request: JobRequest, path: Path | Non
         print(script, end="")
     else:
         print(f"{printable(str(path))} is written{'. Submit it' if scheduler else ''}: {line}")
-
-
-def _complain(error: Exception, *, code: int) -> int:
-    print(f"distman launch: {printable(str(error))}", file=sys.stderr)
-    return code

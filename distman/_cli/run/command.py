@@ -9,8 +9,8 @@ from pathlib import Path
 
 from distman._base import timing
 from distman._base.private_files import create_anew
-from distman._base.text import printable
-from distman._cli.parser import at_least
+from distman._cli.output import complain
+from distman._cli.parser import add_number
 from distman._cli.run.console import despite_closed_terminal
 from distman._cli.run.function import program_of_rank
 from distman._cli.run.job import OutputError, Plan, number_of_ranks, run_job
@@ -34,13 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="a file for each rank; only rank 0 is shown")
     parser.add_argument("--tee", action="store_true", help="with --log-dir: show all ranks all the same")
-    parser.add_argument(
-        "--grace",
-        type=at_least(0),
-        default=timing.RUN_GRACE,
-        metavar="SECONDS",
-        help=f"from SIGTERM to SIGKILL, for ranks that save (default: {timing.RUN_GRACE:g})",
-    )
+    grace_help = f"from SIGTERM to SIGKILL, for ranks that save (default: {timing.RUN_GRACE:g})"
+    add_number(parser, "--grace", least=0, default=timing.RUN_GRACE, metavar="SECONDS", help=grace_help)
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write how the ranks ended, as JSON, and do not print it"
     )
@@ -64,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise  # the reader has what it wants
     except OutputError as error:
-        return _complain(f"writing what the ranks print failed: {str(error).rstrip('.')}. They have been ended.")
+        return complain("run", f"writing what the ranks print failed: {str(error).rstrip('.')}. They have been ended.")
     except OSError as error:
-        return _complain(f"starting the ranks failed: {str(error).rstrip('.')}. None is left.")
+        return complain("run", f"starting the ranks failed: {str(error).rstrip('.')}. None is left.")
     if arguments.json:
         print(outcome.to_json())
     elif outcome.exit_code and arguments.report is None:
@@ -77,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             with os.fdopen(create_anew(arguments.report), "w", encoding="utf-8") as file:
                 file.write(outcome.to_json())
     except OSError as error:
-        return max(outcome.exit_code, _complain(f"writing the report failed: {str(error).rstrip('.')}."))
+        return max(outcome.exit_code, complain("run", f"writing the report failed: {str(error).rstrip('.')}."))
     return outcome.exit_code
 
 
@@ -88,15 +83,11 @@ def _warn_of_others() -> None:
     except (DistmanError, ValueError):
         return
     if around.world_size > 1 and around.rank == 0:
-        _complain(
+        complain(
+            "run",
             f"{around.launcher} has started {around.world_size} of these, and each starts a job of its own. Start one, "
-            "or let the launcher start python itself."
+            "or let the launcher start python itself.",
         )
-
-
-def _complain(sentence: str) -> int:
-    print(f"distman run: {printable(sentence)}", file=sys.stderr)
-    return 1
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
