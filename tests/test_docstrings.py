@@ -147,7 +147,7 @@ def test_an_example_runs(name, monkeypatch, tmp_path):
     monkeypatch.setattr(LAUNCHERS, "_records", dict(LAUNCHERS._records))  # one registers another
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # they show what a machine without a GPU says
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    if name.startswith("distman._cli.run."):
+    if re.match(r"distman\.(_cli\.run|executor|errors\.Worker)", name):
         preloaded.stand_in(monkeypatch)
     (test,) = (one for one in examples(on_ranks=False) if one.name == name)
     try:

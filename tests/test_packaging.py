@@ -82,11 +82,21 @@ def distributions(clone, tmp_path_factory):
     return sdist, wheel
 
 
-@pytest.fixture
-def environment(tmp_path):
+def new_environment(folder):
     """A virtual environment without any package."""
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "environment", cwd=tmp_path)
-    return tmp_path / "environment"
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "environment", cwd=folder)
+    return folder / "environment"
+
+
+@pytest.fixture(scope="module")
+def environment(distributions, tmp_path_factory):
+    """A virtual environment that holds the wheel, and at first nothing else."""
+    environment = new_environment(tmp_path_factory.mktemp("installed"))
+    pip(environment, "install", "--quiet", "--no-index", "--no-deps", distributions[1])
+    run(environment / "bin" / "python", "-c", WITHOUT_TORCH, cwd=environment)
+    assert run(environment / "bin" / "distman", "--version", cwd=environment).startswith("distman ")
+    link(about(distributions[1]).get_all("Requires-Dist"), environment)
+    return environment
 
 
 def site_packages(environment):
@@ -152,14 +162,8 @@ def test_the_metadata_say_what_the_wheel_is(distributions):
     assert said["Requires-Python"] == f">={lowest}"
 
 
-def test_the_wheel_works_in_an_environment_that_holds_what_it_requires(distributions, environment, tmp_path):
-    _, wheel = distributions
+def test_the_wheel_works_in_an_environment_that_holds_what_it_requires(environment, tmp_path):
     python, distman = environment / "bin" / "python", environment / "bin" / "distman"
-    pip(environment, "install", "--quiet", "--no-index", "--no-deps", wheel)
-    run(python, "-c", WITHOUT_TORCH, cwd=tmp_path)
-    assert run(distman, "--version", cwd=tmp_path).startswith("distman ")
-
-    link(about(wheel).get_all("Requires-Dist"), environment)
     assert "No broken requirements found." in pip(environment, "check")
     *missing, last = run(python, "-c", WITH_TORCH, cwd=tmp_path).splitlines()
     assert set(missing) == {"testing pytest"}, "only the test kit needs more than is installed"
@@ -167,16 +171,14 @@ def test_the_wheel_works_in_an_environment_that_holds_what_it_requires(distribut
     assert run(distman, "env", cwd=tmp_path).startswith("launcher          single\n")
 
 
-def test_a_type_checker_finds_the_types_of_the_wheel(distributions, environment, tmp_path):
+def test_a_type_checker_finds_the_types_of_the_wheel(environment, tmp_path):
     """One will do: that the other reads them, too, `test_types` shows."""
-    _, wheel = distributions
-    pip(environment, "install", "--quiet", "--no-index", "--no-deps", wheel)
-    link(about(wheel).get_all("Requires-Dist"), environment)
     found, said = mypy(environment / "bin" / "python", tmp_path)
     assert found == EXPECTED, said
 
 
-def test_a_script_beside_an_editable_clone_finds_the_package_and_not_the_folder(clone, environment):
+def test_a_script_beside_an_editable_clone_finds_the_package_and_not_the_folder(clone, tmp_path):
+    environment = new_environment(tmp_path)
     link(["setuptools"], environment)
     pip(environment, "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--editable", clone)
     script = clone.parent / "script.py"

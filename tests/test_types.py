@@ -14,7 +14,15 @@ NO_PATH = {name: value for name, value in os.environ.items() if name not in ("MY
 
 
 def mypy(python, folder):
-    options = ["--strict", "--config-file=", "--no-error-summary", "--python-executable", python]
+    options = [
+        "--strict",
+        "--config-file=",
+        "--no-error-summary",
+        "--cache-dir",
+        os.devnull,
+        "--python-executable",
+        python,
+    ]
     return complaints("mypy", *options, folder=folder, pattern=r"(\w+\.py):(\d+): error:")
 
 

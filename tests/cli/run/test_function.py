@@ -147,9 +147,10 @@ def test_the_ranks_end_with_the_program_that_called(number, handler, tmp_path):
     assert alive == []
 
 
+@pytest.mark.usefixtures("preloaded_ranks")
 def test_a_notebook_has_results_output_and_errors_in_its_cells(tmp_path):
     cells = [
-        "import distman\nfactor = 3",
+        f"import sys\nimport distman\nfactor = 3\nsys.executable = {str(preloaded.PYTHON)!r}",
         """
         def work():
             manager = distman.DistributedManager.initialize()
