@@ -1,4 +1,4 @@
-"""``python -m distman env``, as a user or a script runs it."""
+"""``distman env``, as a user or a script runs it."""
 
 import json
 import socket
@@ -11,15 +11,15 @@ from distman._job.meeting import secret
 from distman.testing import fake_environment
 
 from ..environments.recordings import recorded
+from . import commands
 
 FIELDS = ["launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes"]
 FIELDS += ["main_address", "main_port", "job_id"]
 SECRET = "0123456789abcdef" * 2
 
 
-def run(environ, *arguments, python=()):
-    command = [sys.executable, *python, "-m", "distman", "env", *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+def run(environ, *arguments):
+    return commands.run("env", *arguments, environ=environ)
 
 
 def json_of(environ, *arguments):
@@ -45,7 +45,9 @@ def test_json_is_null_where_the_launcher_is_silent():
 
 
 def test_without_a_launcher_it_is_one_process():
-    answer = json_of({})
+    command = [sys.executable, "-m", "distman", "env", "--json"]
+    answer = json.loads(subprocess.run(command, env={}, capture_output=True, timeout=60, check=True).stdout)
+    assert answer == json_of({})
     assert (answer["launcher"], answer["rank"], answer["world_size"]) == ("single", 0, 1)
     place = [answer[name] for name in ("local_rank", "local_world_size", "node_rank", "num_nodes")]
     assert place == [0, 1, 0, 1]
@@ -203,8 +205,8 @@ def test_a_broken_environment_is_one_line_on_standard_error(environ, method, sen
 
 @pytest.mark.parametrize("environ", [{}, fake_environment("slurm", tasks=2)[1]], ids=["one process", "a rank"])
 def test_it_imports_neither_torch_nor_numpy_nor_mpi4py(environ):
-    finished = run(environ, python=["-X", "importtime"])
-    assert finished.returncode == 0
+    command = [sys.executable, "-X", "importtime", "-m", "distman", "env"]
+    finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in finished.stderr.splitlines()}
     assert {"argparse", "distman"} <= imported
     assert not imported & {"torch", "numpy", "mpi4py"}

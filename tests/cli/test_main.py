@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -7,15 +8,21 @@ import pytest
 
 from distman._version import VERSION
 
+from ..launch import preloaded
+from .commands import run
+
 COMMAND = [sys.executable, "-m", "distman"]
 
 
-def run(*arguments):
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+def run_alone(*arguments):
+    """Run what starts ranks, or is one, in a process of its own, which has imported torch."""
+    command, environ = [preloaded.PYTHON, "-m", "distman", *arguments], {**os.environ, **preloaded.server_variables()}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_the_version_is_that_of_the_package():
-    assert run("--version").stdout == f"distman {VERSION}\n"
+    done = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == f"distman {VERSION}\n"
 
 
 @pytest.mark.parametrize(
@@ -49,14 +56,13 @@ def test_a_reader_that_goes_away_ends_a_command_without_words():
 
 @pytest.mark.parametrize("command", ["run", "env", "check", "bench", "plan", "launch"])
 def test_every_command_says_what_it_does(command):
-    finished = subprocess.run([*COMMAND, command, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    finished = run(command, "--help")
     assert f"usage: distman {command}" in finished.stdout
-    assert finished.stderr == ""
+    assert (finished.returncode, finished.stderr) == (0, "")
 
 
 def test_a_wrong_option_is_answered_with_the_one_that_was_meant():
-    launch = [*COMMAND, "launch", "--backend", "slurm", "--acount=physics"]
-    finished = subprocess.run(launch, capture_output=True, text=True, timeout=60, check=False)
+    finished = run("launch", "--backend", "slurm", "--acount=physics")
     assert finished.returncode == 2
     assert "usage: distman launch" in finished.stderr
     assert finished.stderr.rstrip().endswith("unrecognized arguments: --acount=physics; did you mean --account?")
@@ -104,7 +110,8 @@ def test_closed_streams_are_no_error(closed):
 )
 def test_every_command_prints_json_and_nothing_else(arguments, keys):
     script = ["-m", "this"] if arguments[0] == "run" else []
-    finished = run(*arguments, "--json", *script)
+    start = run_alone if arguments[0] in ("check", "run") else run
+    finished = start(*arguments, "--json", *script)
     assert finished.returncode == 0
     assert json.loads(finished.stdout).keys() >= keys
 
@@ -122,7 +129,8 @@ def test_every_command_prints_json_and_nothing_else(arguments, keys):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_wrong_is_said_on_standard_error_with_json_too(arguments, code):
-    finished = run(*arguments[:1], "--json", *arguments[1:])
+    start = run_alone if arguments[0] == "bench" else run
+    finished = start(*arguments[:1], "--json", *arguments[1:])
     assert (finished.returncode, finished.stdout) == (code, "")
     assert f"distman {arguments[0]}: " in finished.stderr
 
@@ -130,7 +138,7 @@ def test_what_is_wrong_is_said_on_standard_error_with_json_too(arguments, code):
 def test_a_failure_of_a_rank_is_json_too(tmp_path):
     script = tmp_path / "fail.py"
     script.write_text("import distman\nprint('begun')\nraise ValueError('sample 17')\n")
-    finished = run("run", "-n", "1", "--json", str(script))
+    finished = run_alone("run", "-n", "1", "--json", str(script))
     said = json.loads(finished.stdout)
     assert (finished.returncode, said["exit_code"], finished.stderr) == (1, 1, "begun\n")
     assert (said["failure"]["error_type"], said["failure"]["error_text"]) == ("ValueError", "sample 17")
