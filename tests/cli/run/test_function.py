@@ -134,8 +134,15 @@ distman.run(wait, n=2)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
-@pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))"])
+@pytest.mark.parametrize(
+    ("number", "handler"),
+    [
+        (signal.SIGTERM, ""),
+        (signal.SIGKILL, ""),
+        (signal.SIGINT, ""),
+        (signal.SIGTERM, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))"),
+    ],
+)
 def test_the_ranks_end_with_the_program_that_called(number, handler, tmp_path):
     (tmp_path / "caller.py").write_text(CALLER.format(handler=handler))
     with subprocess.Popen([sys.executable, "caller.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as caller:
