@@ -1,4 +1,4 @@
-"""How long things may take, in seconds: one table for the whole package, and below it what must be longer than what.
+"""How long things may take, in seconds: one table for the whole package. A test says what must be longer than what.
 
 What a user may set by a variable has its default here. ``PAUSE`` and ``EVERY`` are between two looks, ``QUIET`` is
 before a word in the log, and ``PER_RANK`` is multiplied by the number of ranks, so that many ask no more than a few do.
@@ -164,38 +164,3 @@ CHECK_LONGEST_SPEED = 0.1  # of one operation: larger sizes are left out
 NETWORK_QUESTION = 1.0  # for its answer
 BENCH_COLLECTIVE = 240.0  # of one operation
 BENCH_OPERATION = 0.2  # for the rounds of one, where their number is not given
-
-LONGER = (
-    (GUEST, DIAL),  # the store waits for a client for as long as that waits for the store
-    (DIAL, DIAL_NEXT_ADDRESS),  # another address of the name has its turn
-    (OPEN_ENTRY, JOIN_BESIDE_RANK_ZERO),  # the store outlives the last rank that tries to enter
-    (JOIN_PARTING_WITH_ALL, JOIN_PARTING),
-    (RENDEZVOUS_TIMEOUT, JOIN_PROGRESS_EVERY),  # the missing ranks are named before the ranks give up
-    (RENDEZVOUS_TIMEOUT, WALLS_QUIET),
-    (RENDEZVOUS_TIMEOUT, FIND_QUIET),
-    (SILENCE_TIMEOUT, UNREACHABLE_UNWATCHED),  # a host that is gone is found before the silence of its ranks
-    (SILENCE_TIMEOUT, BENCH_COLLECTIVE),  # a slow operation ends the measurement, not the job
-    (HANG_TIMEOUT, MUTUAL_WAIT),  # what cannot end is found before it is reported as a hang
-    (MUTUAL_WAIT, WATCH_EVERY),
-    (WATCH_ANSWER, WATCH_EVERY),  # a look falls into the time for which others wait for it
-    (STAY_TO_BE_READ, WATCH_EVERY),
-    (DEPARTED, WATCH_EVERY),  # a failure is known before a rank that left because of it is blamed
-    (WATCH_EVERY, DELIVERY_EVERY),
-    (WATCH_EVERY, KNOWN_PAUSE),
-    (GROUPS_END, ABORT_GROUPS),
-    (JOINT_LIMIT, JOINT_WAIT),
-    (JOINT_WAIT, JOINT_RAISE),
-    (CANCEL, STAY_TO_BE_READ),  # the other ranks have read why before they are ended
-    (FAILURE_GRACE_NATIVE, FAILURE_GRACE),
-    (END_OF_WORK, PARTS_AFTER_FAILURE),  # what waits for parts of a checkpoint gives up before it is given up
-    (STRAGGLERS, END_OF_WORK),
-    (STRAGGLERS, FAILURE_GRACE),
-    (END_OF_PROCESS, PRINT),  # an error is printed, and published, before its process is cut off
-    (END_OF_PROCESS, PUBLISH),
-    (RUN_GRACE, END_OF_PROCESS),  # a process ends itself, and says why, before it is killed
-    (STOP_MARGIN, STOP_EVERY),
-    (SERVERS_END, SERVER_END),
-    (TEST_GROUP_MARGIN, TEST_RELEASE),  # a collective stays stuck until the report shows where
-    (TEST_GROUP_MARGIN, TEST_STACKS),
-)
-"""Pairs, of which the second must not be longer than the first; a test compares them."""
