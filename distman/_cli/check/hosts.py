@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from distman._base.text import Line
 from distman._cli.diagnostics import Host, diagnose
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from distman._job.meeting.peers import Peer
     from distman.environments import LaunchEnvironment
 
+K = TypeVar("K")
+V = TypeVar("V")
 _NETWORKS = Path("/sys/class/net")
 _LOOPBACK = "772"  # ARPHRD_LOOPBACK of linux/if_arp.h
 
@@ -75,34 +77,32 @@ def problems_in(reports: Sequence[RankReport], peers: Sequence[Peer]) -> Iterato
 
 def warnings_in(reports: Sequence[RankReport], peers: Sequence[Peer]) -> Iterator[str]:
     """Return a sentence for each thing that makes ranks slow, or wait for ever."""
-    hosts = defaultdict(list)
-    for report, peer in zip(reports, peers, strict=True):
-        for sentence in report.told:
-            hosts[sentence].append(peer.host)
-    yield from (f"on {_listed(names)}: {sentence}" for sentence, names in hosts.items())
+    pairs = [*zip(reports, peers, strict=True)]
+    told = _by_value((sentence, peer.host) for report, peer in pairs for sentence in report.told)
+    yield from (f"on {_listed(hosts)}: {sentence}" for sentence, hosts in told.items())
     yield from _shared_cores(reports, peers)
-    yield from _unlike("Python", {peer.rank: report.python for report, peer in zip(reports, peers, strict=True)}, peers)
-    yield from _unlike("torch", {peer.rank: peer.torch for peer in peers}, peers)
+    yield from _unlike("Python", _by_value((report.python, peer.host) for report, peer in pairs))
+    yield from _unlike("torch", _by_value((peer.torch, peer.host) for peer in peers))
     if peers[0].num_nodes > 1:
-        yield from _interfaces_in_use({peer.host: report for report, peer in zip(reports, peers, strict=True)})
+        yield from _interfaces_in_use({peer.host: report for report, peer in pairs})
 
 
 def facts_in(reports: Sequence[RankReport], peers: Sequence[Peer]) -> Iterator[str]:
     """Return a line on the interfaces between hosts."""
-    used = defaultdict(list)
-    for report, peer in zip(reports, peers, strict=True):
-        if report.used is not None:
-            used[str(report.used)].append(peer.host)
+    pairs = zip(reports, peers, strict=True)
+    used = _by_value((str(report.used), peer.host) for report, peer in pairs if report.used is not None)
     if peers[0].num_nodes > 1:
         yield from (f"gloo uses {interface} on {_listed(hosts)}" for interface, hosts in used.items())
 
 
 def _shared_cores(reports: Sequence[RankReport], peers: Sequence[Peer]) -> Iterator[str]:
     """Ranks that are bound to fewer cores than they are, while the host has others."""
-    bound = defaultdict(list)
-    for report, peer in zip(reports, peers, strict=True):
-        if len(report.cores) < report.num_cores:
-            bound[peer.machine, tuple(report.cores)].append(peer.rank)
+    pairs = zip(reports, peers, strict=True)
+    bound = _by_value(
+        ((peer.machine, tuple(report.cores)), peer.rank)
+        for report, peer in pairs
+        if len(report.cores) < report.num_cores
+    )
     for ((host, _), cores), ranks in bound.items():
         if len(ranks) > len(cores):
             yield (
@@ -112,10 +112,7 @@ def _shared_cores(reports: Sequence[RankReport], peers: Sequence[Peer]) -> Itera
             )
 
 
-def _unlike(what: str, versions: Mapping[int, str], peers: Sequence[Peer]) -> Iterator[str]:
-    hosts = defaultdict(list)
-    for rank, version in versions.items():
-        hosts[version].append(peers[rank].host)
+def _unlike(what: str, hosts: Mapping[str, list[str]]) -> Iterator[str]:
     if len(hosts) > 1:
         shown = "; ".join(f"{version} on {_listed(names)}" for version, names in hosts.items())
         yield f"the ranks have unlike versions of {what}: {shown}. Install one on all hosts."
@@ -130,10 +127,7 @@ def _interfaces_in_use(reports: Mapping[str, RankReport]) -> Iterator[str]:
                 f"gloo uses {report.used} on {host}, which also has {best}. If all hosts have that, set "
                 f"GLOO_SOCKET_IFNAME={best.name}, and NCCL_SOCKET_IFNAME for GPUs."
             )
-    sizes = defaultdict(list)
-    for host, report in reports.items():
-        if report.used is not None:
-            sizes[report.used.mtu].append(host)
+    sizes = _by_value((report.used.mtu, host) for host, report in reports.items() if report.used is not None)
     if len(sizes) > 1:
         shown = "; ".join(f"{mtu} on {_listed(hosts)}" for mtu, hosts in sizes.items())
         yield f"the largest packet (MTU) differs: {shown}. Large messages may then hang; let it be the same."
@@ -158,6 +152,13 @@ def _interface_of_name() -> str | None:
     with suppress(OSError):
         return next(filter(None, map(interface_of, addresses_of(socket.gethostname()))), None)
     return None
+
+
+def _by_value(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    found = defaultdict(list)
+    for value, one in pairs:
+        found[value].append(one)
+    return found
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -39,12 +39,10 @@ class Console:
     set; of a single rank no name is shown.
     """
 
-    def __init__(
-        self, stream: IO[bytes], num_ranks: int, *, is_terminal: bool | None = None, is_colored: bool | None = None
-    ) -> None:
+    def __init__(self, stream: IO[bytes], num_ranks: int) -> None:
         self._stream = stream
-        self.is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb" if is_terminal is None else is_terminal
-        self._is_colored = self.is_terminal and not os.environ.get("NO_COLOR") if is_colored is None else is_colored
+        self.is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._is_colored = self.is_terminal and not os.environ.get("NO_COLOR")
         self._num_ranks = num_ranks
         self._pending: dict[tuple[int, int], bytes] = {}
         self._drawn: tuple[tuple[int, int], bytes] | None = None
@@ -73,11 +71,12 @@ class Console:
             self._pending[key] = rest
         if self._drawn is not None and self._drawn[0] == key and lines:
             self._drawn = None
-            self._write(_CLEAR_LINE)
+            self._stream.write(_CLEAR_LINE)
         if lines:
             self._show(self._prefix(rank) + _last_state(line) + b"\n" for line in lines)
         if rest and self.is_terminal and (self._drawn is None or self._drawn[0] == key):
-            self._draw(key, self._prefix(rank) + self._fitted(_last_state(rest)))
+            self._drawn = key, self._prefix(rank) + self._fitted(_last_state(rest))
+            self._stream.write(_CLEAR_LINE + self._drawn[1])
 
     def close(self) -> None:
         """Show the last lines, though they have no end."""
@@ -85,18 +84,9 @@ class Console:
             self.write(rank, b"\n", stream)
 
     def _show(self, lines: Iterable[bytes]) -> None:
-        if self._drawn is not None:
-            self._write(_CLEAR_LINE)
-        self._write(b"".join(lines))
-        if self._drawn is not None:
-            self._write(self._drawn[1])
-
-    def _draw(self, key: tuple[int, int], line: bytes) -> None:
-        self._drawn = key, line
-        self._write(_CLEAR_LINE + line)
-
-    def _write(self, data: bytes) -> None:
-        self._stream.write(data)
+        """Show whole lines, above the one that is drawn."""
+        before, after = (_CLEAR_LINE, self._drawn[1]) if self._drawn is not None else (b"", b"")
+        self._stream.write(b"".join([before, *lines, after]))
 
     def _fitted(self, line: bytes) -> bytes:
         """Return a line that does not go on in the next row, where it could not be cleared."""

@@ -16,7 +16,7 @@ from distman._cli.output import shown_ranks
 from distman._cli.run.console import COMMAND
 from distman._coordination.failure.record import DIED, EXITED, FailureRecord
 from distman._coordination.failure.starter import RECORD
-from distman._coordination.messages import MalformedMessageError
+from distman._coordination.messages import MalformedMessageError, checked
 
 OF_A_SHELL = 128  # what a shell adds to the number of a signal that ended a program, for its exit code
 
@@ -170,12 +170,9 @@ def read_error_file(path: Path) -> tuple[FailureRecord | None, FailureRecord | N
     try:
         said: Any = json.loads(path.read_bytes())
         if RECORD in said:
-            return _record(said[RECORD]["own"]), _record(said[RECORD]["first"])
+            told = checked(said[RECORD], dict[str, FailureRecord | None], "the error file")
+            return told["own"], told["first"]
         kind, _, text = said["message"]["message"].partition(": ")
         return FailureRecord(-1, "", 0, kind, text, said["message"]["extraInfo"]["py_callstack"]), None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, MalformedMessageError):
         return None, None
-
-
-def _record(said: object) -> FailureRecord | None:
-    return None if said is None else FailureRecord.decoded(json.dumps(said).encode())

@@ -1,5 +1,7 @@
 import io
+import os
 import random
+from unittest import mock
 
 import pytest
 
@@ -11,7 +13,9 @@ CLEAR = "\r\x1b[K"
 def shown(writes, num_ranks=2, *, is_terminal=False, is_colored=False):
     """What a stream has after some writes of (rank, text)."""
     stream = io.BytesIO()
-    console = Console(stream, num_ranks, is_terminal=is_terminal, is_colored=is_colored)
+    stream.isatty = lambda: is_terminal
+    with mock.patch.dict(os.environ, {"TERM": "xterm", "NO_COLOR": "" if is_colored else "1"}):
+        console = Console(stream, num_ranks)
     for rank, text in writes:
         console.write(rank, text.encode())
     console.close()
@@ -75,7 +79,10 @@ def test_a_bar_that_is_too_wide_does_not_go_on_in_the_next_row(monkeypatch):
 
 
 def test_colours_are_those_of_ranks():
-    assert shown([(0, "a\n"), (1, "b\n")], is_colored=True) == "\x1b[36m0:\x1b[0m a\n\x1b[33m1:\x1b[0m b\n"
+    assert (
+        shown([(0, "a\n"), (1, "b\n")], is_terminal=True, is_colored=True)
+        == "\x1b[36m0:\x1b[0m a\n\x1b[33m1:\x1b[0m b\n"
+    )
 
 
 def test_a_line_without_end_takes_no_memory_for_ever():
