@@ -3,7 +3,6 @@
 import configparser
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -172,9 +171,7 @@ def test_a_command_gives_the_output_that_is_shown(page, number, request, tmp_pat
     script, command = shown_with_output(page)[number]
     (tmp_path / "train.py").write_text(script.text)
     has_failed = "Error" in command.output
-    # distman run shows the traceback of the rank that failed; that of a fork begins in the server.
-    variables = {"PYTHON_EXEC": sys.executable} if has_failed and command.text.startswith("distman run") else {}
-    finished = [run_line(request, line, tmp_path, variables) for line in lines_of(command)]
+    finished = [run_line(request, line, tmp_path) for line in lines_of(command)]
     assert_shown(command.output, "".join(one.stdout + one.stderr for one in finished))
     assert any(one.returncode != 0 for one in finished) == has_failed
 
@@ -220,10 +217,10 @@ def test_commands_succeed(page, line, request, tmp_path):
     assert run_line(request, line, tmp_path).returncode == 0
 
 
-def run_line(request, line, folder, variables=()):
+def run_line(request, line, folder):
     """Run a command line in the folder, or from the repository if it names what lies there; check what may not run."""
     words = shlex.split(line)
-    variables = dict(variables)
+    variables = {}
     while ASSIGNMENT.match(words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
     benchmark = next((word for word in words if word.startswith(MEASURED)), None)

@@ -27,6 +27,14 @@ import pytest
 BIN = Path(__file__).parent / "bin"
 PYTHON = BIN / "python"
 SERVER = "TEST_DISTMAN_PRELOADED"  # its socket
+START = """
+import server
+try:
+    server.main()
+except BaseException as error:
+    server.hide_server(error)
+    raise
+"""
 ROOM = 100_000  # bytes for the arguments, and for the environment, of a fork as /proc shows them
 
 
@@ -113,7 +121,7 @@ class Server:
             listener.bind(self.path)
             listener.listen(64)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", "import server; server.main()", str(listener.fileno()), padding],
+                [sys.executable, "-c", START, str(listener.fileno()), padding],
                 cwd=Path(__file__).parent,
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],

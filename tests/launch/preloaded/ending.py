@@ -1,6 +1,7 @@
 """The end of a fork: what the program has imported and made is taken apart, torch is left to the kernel.
 
-Taking torch apart takes five times as long as the fork: it writes to nearly every page, which is copied before.
+Taking torch apart takes five times as long as the fork: it writes to nearly every page, which is copied before. So does
+the interpreter when it gives back its own tables, after all that a program can notice: the process ends before that.
 """
 
 import atexit
@@ -13,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 
 preloaded: "dict[str, ModuleType]" = {}
+code: "int | None" = None
+"""The exit code of the program; None if only the interpreter can end as it must, as of an interrupt."""
 NEEDED = {"sys", "builtins", "__main__"}
 HELD = {"pt_tcpstore_uv", "python"}
 """Threads of what is spared: the server of a store, and gloo's loop, named as the process, of a group left open."""
@@ -31,6 +34,26 @@ def leave_to_the_kernel() -> None:
     libc = ctypes.CDLL(None)
     libc.fflush(None)
     libc.on_exit(libc._exit, None)  # it comes before the destructors of torch's static objects, and instead of them
+    if code is not None:
+        sys._last = Last(code)
+
+
+class Last:
+    """Ends the process when the interpreter clears the last modules, `sys` and `builtins`."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def __del__(self) -> None:
+        """End as an interpreter does, which has an exit code of its own where the last output cannot be written."""
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:
+            os._exit(120)
+        except (AttributeError, ValueError):  # the program has closed them
+            pass
+        os._exit(self.code & 0xFF)
 
 
 def native_threads() -> "set[str]":

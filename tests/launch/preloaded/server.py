@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import os
+import resource
 import runpy
 import selectors
 import signal
@@ -97,7 +98,20 @@ def main() -> None:
         finalizer.atexit = False
     request = Server(socket.socket(fileno=int(sys.argv[1]))).run()
     become(request)
-    run(request["arguments"])
+    try:
+        run(request["arguments"])
+        ending.code = 0
+    except SystemExit as error:
+        ending.code = (error.code or 0) if isinstance(error.code, int | None) else 1
+        raise
+    except Exception:
+        ending.code = 1
+        raise
+
+
+def hide_server(error: BaseException) -> None:
+    """Leave out of a traceback what is before the program: START, `main` and `run`; raising it again adds nothing."""
+    error.__traceback__ = error.__traceback__.tb_next.tb_next.tb_next or error.__traceback__
 
 
 def receive(client: socket.socket) -> dict:
@@ -112,10 +126,12 @@ def receive(client: socket.socket) -> dict:
 
 
 def become(request: dict) -> None:
-    """Take the place of the client: its namespaces, files, folder, environment and command line."""
+    """Take the place of the client: its namespaces, files, limits, folder, environment and command line."""
     os.setsid()
     enter_namespaces(request["client"])
     take_files(request["files"], request["received"])
+    os.sched_setaffinity(0, os.sched_getaffinity(request["client"]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, resource.prlimit(request["client"], resource.RLIMIT_NOFILE))
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
