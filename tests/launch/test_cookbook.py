@@ -23,6 +23,7 @@ from distman.handler import EarlyStopping, Preempted
 from distman.testing import ranks
 
 from ..test_docs import rows
+from . import preloaded
 from .preloaded import PYTHON
 from .processes import launch, marked, start
 
@@ -177,10 +178,11 @@ def test_waves_on_a_field_beside_data_parallelism(waves_alone, rank):
 
 
 def test_waves_are_learnt():
-    volume, later, first, last, error = numbers(alone("shallow_water.py", "--snapshots", 7, "--steps", 100))
+    sizes = ("--snapshots", 5, "--steps", 40, "--width", 8)
+    volume, later, first, last, error = numbers(alone("shallow_water.py", *sizes))
     assert later == pytest.approx(volume, rel=1e-12)
-    assert last < 0.1 * first
-    assert error < 0.5
+    assert last < 0.3 * first
+    assert error < 0.85  # of no change it is 1
 
 
 @ranks(2, 3, manager=False)
@@ -307,7 +309,7 @@ def probability_to_be_left(distance, catches):
 
 
 def test_a_search(preloaded_torchrun):
-    command = ("sweep.py", "--steps", 30)
+    command = ("sweep.py", "--steps", 15)
     table = alone(*command)
     assert output_of(preloaded_torchrun.run(*words(*command), ranks=2, timeout=LIMIT)) == table
     assert table.count("ValueError: Invalid learning rate: -1.0") == 2
@@ -365,7 +367,7 @@ def test_a_training_that_is_interrupted_ends_as_one_that_is_not(number, tmp_path
 def test_two_ranks_of_which_one_is_asked_to_stop(preloaded_torchrun, tmp_path):
     """The launcher that goes on with them is another one."""
     command = words(*PREEMPTION, "--epochs", 7, "--folder", tmp_path / "interrupted")
-    with start(["distman", "run", "-n", "2", *command]) as interrupted:
+    with start(["distman", "run", "-n", "2", *command], env=preloaded.variables()) as interrupted:
         interrupted.wait_for_output("epoch 2/", timeout=LIMIT)
         ranks_of_it = [one for one in marked(interrupted.marker) if re.search(r"-u \S*preemption.py", one.command)]
         ranks_of_it[1].send(signal.SIGTERM)

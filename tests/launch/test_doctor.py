@@ -1,4 +1,4 @@
-"""What is wrong with two hosts, ``distman check`` finds, and names the right one: twenty faults, each for real."""
+"""What is wrong with two hosts, ``distman check`` finds, and names the right ones: twenty faults, each for real."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ class Fault:
     before: str = ""  # a script for n2
     ranks: Sequence[int] = (2, 3)  # to which the rest applies
     env: Mapping[str, str | None] = field(default_factory=dict)
-    prefix: str = ""  # in front of the interpreter, which is then not preloaded
+    prefix: str = ""  # in front of the interpreter
     missing: Sequence[int] = ()  # ranks that do not start
     options: Sequence[str] = ("--timeout=30",)
     prepare: Callable[[Path], Mapping[str, str]] = lambda _: {}  # more variables, once there is a folder
@@ -113,8 +113,25 @@ FAULTS = {
 }
 
 
-def check(hosts, fault, folder, port):
-    """Run ``distman check`` on four ranks of two hosts; return what all of them say."""
+OF_A_HOST = (
+    "little shared memory",
+    "a folder that cannot be written",
+    "small packets",
+    "a link of little bandwidth",
+    "a folder of one host",
+    "threads for every core",
+)
+OF_PROCESSES = (
+    "few open files",
+    "ranks bound to one core",
+    "a variable that is misspelt",
+    "a GPU twice",
+)
+END_THE_START = [(name,) for name in FAULTS if name not in (*OF_A_HOST, *OF_PROCESSES)]
+
+
+def check(hosts, faults, folder, port):
+    """Run ``distman check`` on four ranks of two hosts that have all these faults; return what all ranks say."""
     common = {
         "WORLD_SIZE": "4",
         "LOCAL_WORLD_SIZE": "2",
@@ -125,20 +142,22 @@ def check(hosts, fault, folder, port):
         "DISTMAN_SECRET": "0123456789abcdef" * 4,
         **server_variables(),
     }
-    more = fault.prepare(folder)
-    if fault.before:
-        assert hosts.run(["sh", "-ec", fault.before.format(folder=folder)], host="n2").returncode == 0
+    prepared = [fault.prepare(folder) for fault in faults]
+    options = dict.fromkeys(option for fault in faults for option in fault.options)
+    for fault in faults:
+        if fault.before:
+            assert hosts.run(["sh", "-ec", fault.before.format(folder=folder)], host="n2").returncode == 0
     with ExitStack() as stack:
         running = []
-        for rank in set(range(4)) - {*fault.missing}:
+        for rank in set(range(4)) - {missing for fault in faults for missing in fault.missing}:
             env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}
-            command = [*ON_A_HOST, PYTHON]
-            if rank in fault.ranks:
-                env |= {**fault.env, **more}
-                if fault.prefix or more:
-                    command = [*ON_A_HOST, *fault.prefix.split(), sys.executable]
+            command = [*ON_A_HOST]
+            for fault, more in zip(faults, prepared, strict=True):
+                if rank in fault.ranks:
+                    env |= {**fault.env, **more}
+                    command += fault.prefix.split()
             host = "n1" if rank < 2 else "n2"
-            command += ["-m", "distman", "check", *fault.options]
+            command += [PYTHON, "-m", "distman", "check", *options]
             running.append(stack.enter_context(hosts.start(command, host=host, env=env, cwd=folder)))
         finished = [one.wait(timeout=LIMIT) for one in running]
     said = "\n".join(text for one in finished for text in (one.stdout, one.stderr))
@@ -154,13 +173,14 @@ def hosts():
 
 
 def test_nothing_is_told_where_nothing_is_wrong(hosts, tmp_path, free_port):
-    said = check(hosts, Fault(""), tmp_path, free_port)
+    said = check(hosts, [Fault("")], tmp_path, free_port)
     assert re.search(r"^gloo uses eth0 \(10 Gbit/s, MTU 1500\) on n1, n2$", said, re.MULTILINE), said
     told = [line for line in said.splitlines() if line.startswith(("warning", "WRONG"))]
     assert [line for line in told if "slow" not in line] == [], "what is measured may be, on a busy machine"
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_told(hosts, name, tmp_path, free_port):
-    said = check(hosts, FAULTS[name], tmp_path, free_port)
-    assert re.search(FAULTS[name].told, " ".join(said.split())), said
+@pytest.mark.parametrize("names", [OF_A_HOST, OF_PROCESSES, *END_THE_START], ids=" and ".join)
+def test_faults_are_told(hosts, names, tmp_path, free_port):
+    faults = [FAULTS[name] for name in names]
+    said = " ".join(check(hosts, faults, tmp_path, free_port).split())
+    assert [fault.told for fault in faults if not re.search(fault.told, said)] == [], said
