@@ -29,8 +29,8 @@ if manager.is_main:
 """
 
 
-def keep(*options):
-    return [sys.executable, "-m", "distman", "keep", *map(str, options), "--"]
+def keep(*options, python=sys.executable):
+    return [str(python), "-m", "distman", "keep", *map(str, options), "--"]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def submit(slurm_cluster, tmp_path):
 
     def run(text, *options, meanwhile=None):
         (tmp_path / "train.py").write_text(PROGRAM + textwrap.dedent(text))
-        script = f"#!/bin/bash\n{' '.join(keep('--spare', 1, *options))} srun {PYTHON} train.py\n"
+        script = f"#!/bin/bash\n{' '.join(keep('--spare', 1, *options, python=PYTHON))} srun {PYTHON} train.py\n"
         job = ["--nodes=4", "--ntasks-per-node=1", "--no-kill"]
         env = {**preloaded.variables(), "DISTMAN_SILENCE_TIMEOUT": "3"}
         return slurm_cluster.sbatch(script, *job, env=env, timeout=LIMIT, cwd=tmp_path, meanwhile=meanwhile)

@@ -26,6 +26,8 @@ def missing(section, files):
     """Return the texts of a section that are in none of the files."""
     sought = set(texts(section))
     for file in files:
+        if not sought:
+            break
         content = file.read_bytes()
         if file.suffix == ".py":
             content = ACROSS_LINES.sub(b"", content)
@@ -52,7 +54,8 @@ def test_each_text_of_this_package_is_in_it():
 
 def test_each_text_of_torch_is_in_it():
     folder = Path(torch.__file__).parent
-    assert missing("Of torch and gloo", [*folder.glob("lib/*.so*"), *folder.rglob("*.py")]) == set()
+    python = sorted(folder.rglob("*.py"), key=lambda file: "distributed" not in file.parts)  # where most of them are
+    assert missing("Of torch and gloo", [*python, *folder.glob("lib/*.so*")]) == set()
 
 
 def test_each_text_of_the_system_is_in_it():

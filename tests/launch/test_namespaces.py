@@ -1,12 +1,12 @@
 """Ranks of one host in unlike namespaces, as of containers, go on by whatever the kernel lets pass."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from .conftest import require_namespaces
+from .preloaded import PYTHON
 from .processes import launch
 
 SCRIPT = Path(__file__).parent / "scripts" / "exchange_apart.py"
@@ -30,7 +30,7 @@ def test_ranks_in_unlike_namespaces(monkeypatch, tmp_path, kind):
     tried = subprocess.run([*NAMESPACES[kind], "true"], capture_output=True, text=True, check=False, timeout=10)
     if tried.returncode != 0:
         pytest.skip(f"no such namespace can be made: {tried.stderr.strip()}")
-    start = [sys.executable, "-m", "distman", "run", "-n", "3", "--", str(SCRIPT), *NAMESPACES[kind]]
+    start = [PYTHON, "-m", "distman", "run", "-n", "3", "--", str(SCRIPT), *NAMESPACES[kind]]
     done = launch(start, timeout=120)
     assert done.returncode == 0, done.stderr
     assert sorted(done.lines) == [f"{rank}: rank {rank}: connected to 2" for rank in range(3)]

@@ -15,7 +15,7 @@ EX_TEMPFAIL = 75
 
 
 def command(folder):
-    return ("-N2", "-n4", PYTHON, DIGITS, f"--epochs={EPOCHS}", f"--folder={folder}")
+    return ("-N2", "-n2", PYTHON, DIGITS, f"--epochs={EPOCHS}", f"--folder={folder}")
 
 
 def ranks_of(cluster):
@@ -56,7 +56,7 @@ def test_a_job_that_is_killed_and_then_asked_to_stop_ends_as_one_that_was_left_a
     with slurm_cluster.start_srun(*command(tmp_path / "disturbed")) as stopped:
         stopped.wait_for_output("epoch 4/", timeout=LIMIT)
         assert "resuming from" in stopped.stdout
-        ranks_of(slurm_cluster)[2].send(signal.SIGTERM)
+        ranks_of(slurm_cluster)[1].send(signal.SIGTERM)
         finished = stopped.wait(timeout=LIMIT)
     assert finished.returncode == EX_TEMPFAIL
     assert "asked to stop; saved in" in finished.stdout

@@ -19,7 +19,7 @@ LOST_BY_AGENT = re.compile(
     re.MULTILINE,
 )
 NUMBER_OF_RANK = re.compile(r"^\d: ", re.MULTILINE)  # before each line that distman run shows
-HALF = TRIES // 2  # from each of two places
+FEW = TRIES // 5  # from each place: a door is the same under all launchers, and bare ranks are tried more often
 
 
 def start_job(launcher, request, scene):
@@ -47,22 +47,21 @@ def attack(scene, hosts, *, is_local):
     """
     public = scene.public
     assert public["url"].startswith("unix:" if is_local else "tcp://")
-    tries = TRIES if is_local else HALF
     (scene.job / "attacked").touch()
     with scene.attackers(
-        (hosts.enter("n1"), scene.settings(public, tries=tries)),
-        (hosts.enter("ctl"), scene.settings(public, tries=tries)),
-        (hosts.enter("ctl" if not is_local else "n1"), scene.settings(public, kinds=[], crowd=True)),
+        (hosts.enter("n1"), scene.settings(public, tries=FEW)),
+        (hosts.enter("ctl"), scene.settings(public, tries=FEW)),
+        (hosts.enter("ctl" if not is_local else "n1"), scene.settings(public, tries=FEW, kinds=[], crowd=True)),
     ) as results:
         pass
     (scene.job / "stop").touch()
     here, elsewhere, crowd = results
-    assert_all_in_vain(here, tries=tries)
-    assert_all_in_vain(crowd)
+    assert_all_in_vain(here, tries=FEW)
+    assert_all_in_vain(crowd, tries=FEW)
     if is_local:
         assert (elsewhere["doors"], elsewhere["results"], scene.open_ports("n1")) == (0, {}, [])
     else:
-        assert_all_in_vain(elsewhere, tries=tries)
+        assert_all_in_vain(elsewhere, tries=FEW)
 
 
 @pytest.mark.parametrize("launcher", ["distman-run", "torchrun", "mpich", "openmpi", "srun"])

@@ -17,6 +17,7 @@ preloaded: "dict[str, ModuleType]" = {}
 code: "int | None" = None
 """The exit code of the program; None if only the interpreter can end as it must, as of an interrupt."""
 NEEDED = {"sys", "builtins", "__main__"}
+ENDS_LATER = {"mpi4py.MPI"}  # it finalizes MPI after the last module, or mpirun complains
 HELD = {"pt_tcpstore_uv", "python"}
 """Threads of what is spared: the server of a store, and gloo's loop, named as the process, of a group left open."""
 
@@ -34,7 +35,7 @@ def leave_to_the_kernel() -> None:
     libc = ctypes.CDLL(None)
     libc.fflush(None)
     libc.on_exit(libc._exit, None)  # it comes before the destructors of torch's static objects, and instead of them
-    if code is not None:
+    if code is not None and not ENDS_LATER & sys.modules.keys():
         sys._last = Last(code)
 
 

@@ -190,8 +190,8 @@ def run(arguments: "list[str]") -> None:
     if first == "-m":
         sys.argv = rest
         sys.path[0] = str(Path.cwd())
-        if rest[:2] == ["distman", "run"]:
-            sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)  # of its ranks, as of torchrun's
+        if rest[:1] == ["distman"] and rest[1:2] in (["run"], ["keep"]):
+            sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)  # of its ranks or checks, as of torchrun's
         sys.modules.pop(rest[0], None)  # else runpy warns that it runs a second time
         runpy._run_module_as_main(rest[0])
     elif first == "-c":
