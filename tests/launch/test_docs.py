@@ -227,7 +227,7 @@ def run_line(request, line, folder):
     if benchmark is not None:
         return assert_options_exist(benchmark, words[words.index(benchmark) + 1 :])
     if words[0] in BUILDERS:
-        return BUILDERS[words[0]](words)
+        return BUILDERS[words[0]](tuple(words))
     assert words[0] in RUNNERS, f"no way is known to run {words[0]}"
     cwd = REPOSITORY if any(word.startswith("docs/") for word in words) else folder
     return RUNNERS[words[0]](request, words, variables, cwd)
@@ -250,6 +250,7 @@ def run_slurm(request, words, variables, cwd):
     )
 
 
+@cache  # several pages have one
 def assert_target_exists(words):
     return launch(["make", "-n", *words[1:]], cwd=REPOSITORY)
 

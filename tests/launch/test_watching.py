@@ -7,7 +7,6 @@ import re
 import secrets
 import shutil
 import signal
-import sys
 import time
 import zipfile
 from contextlib import ExitStack
@@ -508,7 +507,7 @@ if __name__ == "__main__":
 
 def test_spawned_processes_end_with_the_error_of_the_one_that_raised(free_port, tmp_path):
     (tmp_path / "spawned.py").write_text(SPAWNED)
-    with start([sys.executable, tmp_path / "spawned.py", str(free_port)]) as running:
+    with start([PYTHON, tmp_path / "spawned.py", str(free_port)]) as running:
         finished = running.wait(timeout=LIMIT)
     assert finished.returncode == 1
     assert "JobFailed: rank 1 (" in finished.stderr, "torch names the process that ends first"

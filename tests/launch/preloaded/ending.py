@@ -15,7 +15,7 @@ from types import ModuleType
 
 preloaded: "dict[str, ModuleType]" = {}
 code: "int | None" = None
-"""The exit code of the program; None if only the interpreter can end as it must, as of an interrupt."""
+"""The exit code of the program; None after an error, of which the exception hook may make another one."""
 NEEDED = {"sys", "builtins", "__main__"}
 ENDS_LATER = {"mpi4py.MPI"}  # it finalizes MPI after the last module, or mpirun complains
 HELD = {"pt_tcpstore_uv", "python"}

@@ -104,9 +104,6 @@ def main() -> None:
     except SystemExit as error:
         ending.code = (error.code or 0) if isinstance(error.code, int | None) else 1
         raise
-    except Exception:
-        ending.code = 1
-        raise
 
 
 def hide_server(error: BaseException) -> None:
