@@ -67,16 +67,24 @@ def decode(data: str | bytes, kind: type[Kind], what: str) -> Kind:
         if len(data) > _MOST_BYTES:
             raise ValueError(f"it has {len(data)} bytes")
         value = json.loads(data if isinstance(data, str) else data.decode())  # else json guesses the encoding
-        wanted: Any = kind  # mypy holds no type for hashable
-        message: Kind = _reader(wanted)(value)
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deeply, or something else
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
         raise MalformedMessageError(what, f"{error}") from None
-    return message
+    return checked(value, kind, what)
 
 
 def get_ready_to_decode(kind: type) -> None:
     """Find out what messages of a kind hold: it takes a millisecond, and is done once."""
     _reader(kind)
+
+
+def checked(value: object, kind: type[Kind], what: str) -> Kind:
+    """Return what a message holds that is decoded already; the arguments are those of :func:`decode`."""
+    wanted: Any = kind  # mypy holds no type for hashable
+    try:
+        message: Kind = _reader(wanted)(value)
+    except ValueError as error:
+        raise MalformedMessageError(what, f"{error}") from None
+    return message
 
 
 def decode_index(data: str | bytes, size: int, what: str) -> int:

@@ -15,6 +15,7 @@ from distman._coordination.consensus import Consensus, wait_for_all
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import (
     MalformedMessageError,
+    checked,
     count,
     decode,
     decode_index,
@@ -66,7 +67,7 @@ KINDS = [
 def is_kind(value, kind):
     """Whether a value has a type, as far as these messages need one."""
     try:
-        decode(json.dumps(value), kind, "it")
+        checked(json.loads(json.dumps(value)), kind, "it")
     except MalformedMessageError:
         return False
     return True
@@ -118,7 +119,7 @@ def test_what_was_written_is_read(message):
 )
 def test_what_is_wrong_with_a_message_is_said(value, kind, reason):
     with pytest.raises(MalformedMessageError) as caught:
-        decode(json.dumps(value), kind, "the report of rank 3")
+        checked(value, kind, "the report of rank 3")
     assert str(caught.value).startswith("reading the report of rank 3 failed: ")
     assert reason in str(caught.value)
     assert str(caught.value).isprintable()
