@@ -524,7 +524,8 @@ class Engine:
             self._closures.pop(name, None)
 
     def _forget_gradient(self, name: str) -> None:
-        self.optimizers[name].zero_grad()
+        if any(one.grad is not None for one in self._parameters[name]):  # a call that has nothing to do costs, too
+            self.optimizers[name].zero_grad()
         self._losses.pop(name, None)
 
     def _update_scale(self) -> None:
