@@ -22,11 +22,11 @@ from distman.collectives._all_to_all import (
 from distman.collectives._border import refuse as refuse, still_carried as still_carried, with_memory as with_memory
 from distman.collectives._debug import compare_calls as compare_calls, tell_apart as tell_apart
 from distman.collectives._exchange import (
-    SendBuffers as SendBuffers,
     all_gather_numbers as all_gather_numbers,
     control_device as control_device,
     exchange as exchange,
     layout_of as layout_of,
+    send_buffers as send_buffers,
 )
 from distman.collectives._fused import FusedWork, fused_all_reduce, taken_apart as taken_apart
 from distman.collectives._gather import gather_v, scatter_v

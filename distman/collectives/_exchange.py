@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -24,33 +25,26 @@ from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager
 
 
-class SendBuffers:
-    """Tensors for what this rank is to send once, by :func:`exchange`, within a ``with`` block, by rank in the group.
+@contextlib.contextmanager
+def send_buffers(
+    like: torch.Tensor, shapes: Mapping[int, Sequence[int]], group: Group
+) -> Iterator[tuple[dict[int, torch.Tensor], Segment | None]]:
+    """Lend tensors, by rank in the group, for what this rank is to send once, and the memory of some of them.
 
-    What is computed into them is not copied again where ranks of this host read this rank's memory.
+    What is computed into these is not copied again where ranks of this host read this rank's memory.
     """
-
-    def __init__(self, like: torch.Tensor, shapes: Mapping[int, Sequence[int]], group: Group) -> None:
-        sizes = {rank: math.prod(shape) * like.itemsize for rank, shape in shapes.items()}
-        with ClosedByErrors(group):
-            self.segment: Segment | None = transport_of(group, like.device).segment(sizes)
-        try:
-            self.tensors = {rank: self._tensor(rank, like, shape) for rank, shape in shapes.items()}
-        except BaseException:  # no memory, say
-            self.__exit__()
-            raise
-
-    def _tensor(self, rank: int, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        if self.segment is not None and rank in self.segment.offsets:
-            return self.segment.tensor(rank, like.dtype, shape)
-        return new_empty(like, shape)
-
-    def __enter__(self) -> SendBuffers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.segment is not None:
-            self.segment.is_held = False
+    sizes = {rank: math.prod(shape) * like.itemsize for rank, shape in shapes.items()}
+    with ClosedByErrors(group):
+        segment = transport_of(group, like.device).segment(sizes)
+    found: dict[int, torch.Tensor] = {}
+    try:
+        if segment is not None:
+            found = {rank: segment.tensor(rank, like.dtype, shapes[rank]) for rank in segment.offsets}
+        found |= {rank: new_empty(like, shape) for rank, shape in shapes.items() if rank not in found}
+        yield found, segment
+    finally:
+        if segment is not None:
+            segment.is_held = False
 
 
 @collective
@@ -59,19 +53,19 @@ def exchange(
     receives: Sequence[torch.Tensor],
     group: Group,
     what: str = "",
-    buffers: SendBuffers | None = None,
+    segment: Segment | None = None,
 ) -> None:
     """Send the i-th tensor to the i-th rank of the group, and fill the i-th receive with what that rank sent.
 
     Empty pieces do not travel. Receives may be strided. Messages of calls with another ``what`` do not meet.
-    ``buffers`` hold what is sent, if it was computed there.
+    ``segment`` holds what is sent, if it was computed there.
     """
 
     def put_into_place(rank: int, piece: torch.Tensor) -> None:
         if piece is not receives[rank]:
             receives[rank].copy_(piece)
 
-    _exchange(sends, receives, group, what, put_into_place, is_filled=True, buffers=buffers)
+    _exchange(sends, receives, group, what, put_into_place, is_filled=True, segment=segment)
 
 
 @collective
@@ -90,7 +84,7 @@ def _exchange(
     take: Callable[[int, torch.Tensor], None],
     *,
     is_filled: bool,
-    buffers: SendBuffers | None = None,
+    segment: Segment | None = None,
 ) -> None:
     """Let ``take`` have each piece, which may be gone afterwards; ``is_filled``: it may be in its receive already."""
     transport = transport_of(group, receives[group.rank].device)
@@ -104,7 +98,7 @@ def _exchange(
     to, origin = ({rank: pieces[rank] for rank in others if pieces[rank].numel()} for pieces in (sends, receives))
     _, tag = announce(group, what, ([piece.nbytes for piece in sends], [piece.nbytes for piece in receives]))
     with ClosedByErrors(group):
-        batch = transport.begin(to, origin, room_for, tag, buffers.segment if buffers is not None else None)
+        batch = transport.begin(to, origin, room_for, tag, segment)
         if is_filled:
             take(group.rank, sends[group.rank])  # while the others travel
         for rank in sorted(origin):  # the order in which pieces are added up

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from distman._job.groups.registry import Group
-from distman.collectives import SendBuffers, exchange, new_empty
+from distman.collectives import exchange, new_empty, send_buffers
 from distman.fft._blocks import Index, Run
 from distman.topology import split_sizes
 
@@ -90,8 +90,8 @@ class HermitianRows:
         owned = new_empty(like, [num_owned, *shape])
         receives = [self._room(owned, runs) for runs in self.incoming]
         shapes = {other: [self.outgoing[other], *shape] for other in range(group.size) if other != group.rank}
-        with SendBuffers(like, shapes, group) as buffers:
-            sends = [receives[rank] if rank == group.rank else buffers.tensors[rank] for rank in range(group.size)]
+        with send_buffers(like, shapes, group) as (buffers, segment):
+            sends = [receives[rank] if rank == group.rank else buffers[rank] for rank in range(group.size)]
             for (rows, *others), direct, images in halves:
                 for piece, part, place in self._parts(rows):
                     if piece.owner < group.size:
@@ -101,7 +101,7 @@ class HermitianRows:
                             torch.conj_physical(images[len(images) - part.stop : end], out=target)
                         else:
                             target.copy_(direct[part])
-            exchange(sends, receives, group, buffers=buffers)
+            exchange(sends, receives, group, segment=segment)
         for runs, received in zip(self.incoming, receives, strict=True):
             if len(runs) > 1:
                 for (start, number), part in zip(runs, received.split([number for _, number in runs]), strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from distman._job.groups.registry import Group
-from distman.collectives import SendBuffers, exchange
+from distman.collectives import exchange, send_buffers
 from distman.fft._blocks import Index, LocalTransform, Run, blocks_of, empty_with_last
 
 
@@ -61,8 +61,8 @@ def exchange_blocks(
         if other != rank:
             shape[split], shape[join] = lengths[other], sizes[rank]
             shapes[other] = [*(number for dim, number in enumerate(shape) if dim != join), shape[join]]
-    with SendBuffers(like, shapes, group) as buffers:
-        flat_sends = [flat_receives[rank] if other == rank else buffers.tensors[other] for other in range(group.size)]
+    with send_buffers(like, shapes, group) as (buffers, segment):
+        flat_sends = [flat_receives[rank] if other == rank else buffers[other] for other in range(group.size)]
         targets: list[tuple[torch.Tensor, Run]] = []
         for flat, runs in zip(flat_sends, parts, strict=True):
             places = flat.movedim(-1, join).split_with_sizes([number for _, number in runs], split)
@@ -71,7 +71,7 @@ def exchange_blocks(
             for target, run in targets:
                 target[index] = block.narrow(split, *run)
             del block  # so that the next one is made in its memory, which is in the cache
-        exchange(flat_sends, flat_receives, group, buffers=buffers)
+        exchange(flat_sends, flat_receives, group, segment=segment)
     return joined
 
 

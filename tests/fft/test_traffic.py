@@ -15,9 +15,9 @@ def count_bytes(monkeypatch):
     """Return a list that will hold the bytes that leave this rank, message by message."""
     counted = []
 
-    def count(sends, receives, group, buffers=None):
+    def count(sends, receives, group, segment=None):
         counted.extend(one.nbytes for rank, one in enumerate(sends) if rank != group.rank)
-        exchange(sends, receives, group, buffers=buffers)
+        exchange(sends, receives, group, segment=segment)
 
     exchange = _resharding.exchange
     for module in (_resharding, _hermitian):

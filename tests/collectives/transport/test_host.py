@@ -29,7 +29,7 @@ from distman.collectives import (
     reduce_scatter_v,
     scatter_v,
 )
-from distman.collectives._exchange import SendBuffers, all_gather_numbers, exchange
+from distman.collectives._exchange import all_gather_numbers, exchange, send_buffers
 from distman.collectives._transport import HostTransport, _meeting, _segments, transport_of
 from distman.collectives._transport._connections import Connections
 from distman.collectives._transport._host import HostBatch
@@ -273,10 +273,10 @@ def test_transforms_though_some_have_no_memory(monkeypatch, rank, world_size, se
 def test_room_for_pieces_that_could_not_be_made_is_there_again(monkeypatch, rank):
     group, like = resolve_group(None), torch.ones(1)
     monkeypatch.setattr("distman.collectives._exchange.new_empty", lambda *_: torch.empty(2**60))
-    with pytest.raises(RuntimeError):
-        SendBuffers(like, {1 - rank: (LARGE,), rank: (1,)}, group)
+    with pytest.raises(RuntimeError), send_buffers(like, {1 - rank: (LARGE,), rank: (1,)}, group):
+        pass
     monkeypatch.undo()
-    with SendBuffers(like, {1 - rank: (LARGE,)}, group):
+    with send_buffers(like, {1 - rank: (LARGE,)}, group):
         pass  # nor may an error before the exchange keep it
     assert [segment.is_held for segment in segments_of().made.values()] == [False]
 
