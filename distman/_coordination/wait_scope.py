@@ -50,7 +50,7 @@ def raise_failure(record: FailureRecord | None, error: BaseException | None) -> 
     if failure is None:
         return
     watcher, record = current(), record or FailureRecord.of(failure, failure.rank)
-    is_mine = watcher is not None and record.rank == watcher.rank
+    is_mine = watcher is not None and record.rank == watcher.context.rank
     own = (one for one in errors_in(error) if is_mine and record.is_of(one))
     if (original := next(own, None)) is not None:
         _raise_again(original)
@@ -94,7 +94,7 @@ def raise_if_failed() -> None:
 def let_others_hear_first() -> None:
     """If the store may end with this process, wait until the others know the failure on record too."""
     watcher = current()
-    if watcher is not None and watcher.holds_store:
+    if watcher is not None and watcher.context.holds_store:
         watcher.wait_until_known()
 
 

@@ -50,9 +50,6 @@ class Here:
     host: str = dataclasses.field(default_factory=socket.gethostname)
     pid: int = dataclasses.field(default_factory=os.getpid)
 
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid})"
-
 
 @dataclasses.dataclass(frozen=True)
 class FailureRecord:

@@ -46,13 +46,6 @@ def note_host(ranks: Sequence[int]) -> None:
     _note(HOST.format(_node()), {"ranks": list(ranks), "oom_kills": count_oom_kills(), "step": step}, is_first=False)
 
 
-def note_failure(first: FailureRecord) -> None:
-    """Write down the failure of the job as this host sees it, unless another rank of the host has done so."""
-    _note(
-        FAILURE.format(_node()), {"rank": first.rank, "kind": first.error_type, "text": first.headline}, is_first=True
-    )
-
-
 def note_saved(step: int) -> None:
     """Write down the step of the checkpoint that is complete now; called by one rank."""
     _note(SAVED, {"step": step}, is_first=False)
@@ -95,7 +88,9 @@ def write_error_file(rank: int, mine: FailureRecord, first: FailureRecord | None
     torchrun blames the rank with the earliest time, in whole seconds. So a rank that is not the first to fail gives the
     next second.
     """
-    note_failure(first or mine)
+    told = first or mine
+    seen = {"rank": told.rank, "kind": told.error_type, "text": told.headline}
+    _note(FAILURE.format(_node()), seen, is_first=True)  # the failure of the job as this host sees it
     own = mine if mine.rank == rank else None
     if own is not None and own.error_type == EXITED:
         return  # which says nothing of why: the starter shows what the rank wrote last

@@ -75,7 +75,7 @@ class Watcher:
         self.state = State.WATCHING
         self.record: FailureRecord | None = None  # what failed
         self.has_warned = False  # of a wait for others in a handler of the failure
-        self._context = context
+        self.context = context
         self._limits = limits
         self._patience = patience
         self._end_job = end_job
@@ -91,20 +91,12 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
 
     @property
-    def rank(self) -> int:
-        return self._context.rank
-
-    @property
     def store(self) -> TorchStore:
-        return self._context.store
-
-    @property
-    def holds_store(self) -> bool:
-        return self._context.holds_store
+        return self.context.store
 
     @property
     def knows_from_others(self) -> bool:
-        return self.record is not None and self.record.rank != self.rank
+        return self.record is not None and self.record.rank != self.context.rank
 
     @property
     def has_survived(self) -> bool:
@@ -119,7 +111,7 @@ class Watcher:
         """Begin to watch: from now on this rank sends heartbeats, and is missed if it falls silent or dies."""
         global _current
         _current = self
-        give_sign(self.store, self.rank)
+        give_sign(self.store, self.context.rank)
         self._thread.start()  # last, since a failure may be raised here at once
 
     def let_program_be(self) -> None:
@@ -133,7 +125,7 @@ class Watcher:
 
     def learn(self, record: FailureRecord) -> None:
         """Take note of a failure on record that the program, which leaves the job, may not have heard of."""
-        if self.record is None and record.rank != self.rank:
+        if self.record is None and record.rank != self.context.rank:
             self.record, self.state = record, State.DELIVERED
             self._interruption.deliver(record)
 
@@ -145,7 +137,7 @@ class Watcher:
         self._is_stopping.set()
         try:
             if self._thread.ident is not None:  # else the store was lost before the thread could start
-                self._thread.join(timing.WATCH_END + late_after(len(self._context.peers)))
+                self._thread.join(timing.WATCH_END + late_after(len(self.context.peers)))
         finally:
             self._interruption.restore()
         if self._thread.is_alive() and hook.has_failed():
@@ -161,12 +153,12 @@ class Watcher:
             if verdict is not None:
                 self.wait_until_known()
         if self.record is None and self.state is State.CLOSED:
-            return self._context.store_has_left(operation)
+            return self.context.store_has_left(operation)
         return self.record or verdict or self._departure(operation)
 
     def wait_until_known(self) -> None:
         """Wait until the watcher, which has to learn of a failure now, lets this rank act on it."""
-        until = time.monotonic() + 2 * late_after(len(self._context.peers))
+        until = time.monotonic() + 2 * late_after(len(self.context.peers))
         while (
             self._thread.is_alive() and time.monotonic() < until and not self._may_act.wait(timing.WATCH_ANSWER_PAUSE)
         ):
@@ -188,35 +180,37 @@ class Watcher:
             left = read_numbers(self.store, protocol.LEFT)
         except dist.DistError as lost:
             return self.lost_store(lost)
-        return FailureRecord.left(self._context.peers[left[0]], operation) if left and left[0] != self.rank else None
+        if not left or left[0] == self.context.rank:
+            return None
+        return FailureRecord.left(self.context.peers[left[0]], operation)
 
     def lost_store(self, error: BaseException) -> FailureRecord:
         if isinstance(error.__cause__, StoreSilentError):
-            return self._context.store_is_silent(self._limits.silence)
+            return self.context.store_is_silent(self._limits.silence)
         if is_unreachable(error):
-            return self._context.store_is_unreachable(self._limits.unreachable)
-        return self._context.store_is_gone()
+            return self.context.store_is_unreachable(self._limits.unreachable)
+        return self.context.store_is_gone()
 
     def look_after_others(self, record: FailureRecord) -> None:
         """At the end of this process, end the job if a rank that does nothing would keep the launcher waiting."""
         end_job, self._end_job = self._end_job, None
         if end_job is not None:
-            end_job_without_stragglers(self._context, self._limits, record, end_job, awaits_dead=self._awaits_dead)
+            end_job_without_stragglers(self.context, self._limits, record, end_job, awaits_dead=self._awaits_dead)
 
     def look_after_mates(self, record: FailureRecord) -> None:
         """At the end of this process, end ranks of its host that do not react, where no launcher does."""
-        has_exited = record.rank == self.rank and record.error_type == EXITED  # as a handler of SIGTERM does
-        if self._context.mates and not has_exited:
-            end_stragglers_here(self._context, record, self._limits.patience.to_come)
+        has_exited = record.rank == self.context.rank and record.error_type == EXITED  # as a handler of SIGTERM does
+        if self.context.mates and not has_exited:
+            end_stragglers_here(self.context, record, self._limits.patience.to_come)
 
     def fail(self, error: BaseException) -> None:
         """Let an error that ended another thread end the job, and the main thread of this rank with it."""
         self._has_failed_thread = True
-        self._publish(FailureRecord.of(error, self.rank))
+        self._publish(FailureRecord.of(error, self.context.rank))
 
     def note(self, error: JobFailed) -> None:
         """Take note of an error that a wait raises because the job has failed, or a rank has left it too early."""
-        if error.rank == self.rank:
+        if error.rank == self.context.rank:
             return  # its own error ends the program
         self._interruption.note(error)
         if error.error_type == LEFT:
@@ -224,18 +218,18 @@ class Watcher:
 
     def waits_of(self, ranks: Sequence[int]) -> list[float]:
         """Return for how many seconds ranks have been waiting for others, of those that answer."""
-        answers = StackQueries(self.store, self.rank).ask(ranks, self._answer_patience)
+        answers = StackQueries(self.store, self.context.rank).ask(ranks, self._answer_patience)
         return [answer.seconds for answer in answers.values()]
 
     def locate(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return where ranks are, such as ``in all_gather_v at train.py:31 for 12 s``."""
-        answers = StackQueries(self.store, self.rank).ask(ranks, self._answer_patience)
+        answers = StackQueries(self.store, self.context.rank).ask(ranks, self._answer_patience)
         return {rank: answers[rank].place if rank in answers else self._last_seen(rank) for rank in ranks}
 
     @property
     def _answer_patience(self) -> float:
         """Seconds within which another watcher answers: one look may be under way, the next one answers."""
-        return 2 * self._context.interval + self._patience
+        return 2 * self.context.interval + self._patience
 
     def _last_seen(self, rank: int) -> str:
         text = printable(read_sign(self.store, rank).partition(" ")[2])
@@ -248,13 +242,13 @@ class Watcher:
 
     def _end_with(self, error: BaseException) -> None:
         """Leave word of why this process ends, and make the launcher end the job; the end itself would count else."""
-        record = FailureRecord.of(error, self.rank)
+        record = FailureRecord.of(error, self.context.rank)
         if record.error_type == LEFT:  # all others are on record, or the store is gone
             run_with_timeout(lambda: self._publish(record), self._patience)
         self._abort_job(error)
 
     def _run(self) -> None:
-        context, limits = self._context, self._limits
+        context, limits = self.context, self._limits
         store = self.store
         try:
             with contextlib.suppress(OSError):  # too many open files: then there is no limit for replies
@@ -283,7 +277,7 @@ class Watcher:
                 self.state = State.CLOSED
                 return
             else:
-                self._is_stopping.wait(self._context.interval)
+                self._is_stopping.wait(self.context.interval)
 
     def _act(self, record: FailureRecord, store: TorchStore) -> None:
         """End this rank's work, once others do not take its end for the cause."""
@@ -293,15 +287,15 @@ class Watcher:
         self.record = record
         if not has_left:
             self.state = State.KNOWN
-        if self.holds_store:
-            size = len(self._context.peers)
+        if self.context.holds_store:
+            size = len(self.context.peers)
             wait_until_known(store, size - 1, late_after(size), self._is_stopping.is_set)
         if not has_left:
             self.state = State.DELIVERED
         self._may_act.set()
         self.look_after_others(record)
         is_told = bool(record.traceback_text) or record.error_type == EXITED or hook.has_failed()
-        is_from_here = record.rank == self.rank and is_told and not self._has_failed_thread
+        is_from_here = record.rank == self.context.rank and is_told and not self._has_failed_thread
         if is_from_here:
             self._interruption.abort_groups()  # its handler may wait for ranks that survive
         elif not has_left:

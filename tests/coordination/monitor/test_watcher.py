@@ -233,7 +233,7 @@ def test_who_holds_the_store_learns_last_of_a_failure():
     """Its program may end at once, and take the store with it."""
     store = MemoryStore()
     watcher = make(store, num_ranks=3)
-    watcher._context = dataclasses.replace(watcher._context, peers=places(3), holds_store=True)
+    watcher.context = dataclasses.replace(watcher.context, peers=places(3), holds_store=True)
     tell(store, failure_on(1))
     seen = []
 
