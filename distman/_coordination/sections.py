@@ -50,8 +50,11 @@ class ExclusiveSection:
 
     def fail(self, error: BaseException) -> FailureRecord:
         record = FailureRecord.of(error, self.store_group.ranks[self.store_group.rank])
-        self.store_group.store.compare_set(self.key, "", json.dumps([self.what, dataclasses.asdict(record)]))
+        self._tell(record)
         return record
+
+    def _tell(self, record: FailureRecord) -> None:
+        self.store_group.store.compare_set(self.key, "", json.dumps([self.what, dataclasses.asdict(record)]))
 
     def _unfinished(self) -> Sequence[int]:
         if len(self.awaited) == 1:
@@ -62,14 +65,9 @@ class ExclusiveSection:
     def wait(self) -> None:
         """Wait until all that are awaited have done their part; raises RankFailedError if one of them raised."""
         store = self.store_group.store
-
-        def is_over() -> bool:
-            return bool(store.check([self.key]))
-
-        def tell(record: FailureRecord) -> None:
-            store.compare_set(self.key, "", json.dumps([self.what, dataclasses.asdict(record)]))
-
-        self.store_group.wait_until(is_over, place=self.what, awaited=self._unfinished, key=self.key, tell=tell)
+        self.store_group.wait_until(
+            lambda: store.check([self.key]), place=self.what, awaited=self._unfinished, key=self.key, tell=self._tell
+        )
         what, record = decode(store.get(self.key), tuple[Line, FailureRecord | None], f"the outcome of {self.what}")
         if what != printable(self.what):
             raise PlanMismatchError(
