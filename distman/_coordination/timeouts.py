@@ -64,8 +64,9 @@ def keep_threads() -> None:
 
 @puts_back
 def _end_threads() -> None:
-    for thread in iter(_take, None):
-        thread.work.put(None)
+    while _kept:
+        if (thread := _take()) is not None:
+            thread.work.put(None)
 
 
 def is_idle(frame: FrameType) -> bool:
