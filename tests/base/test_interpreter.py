@@ -123,16 +123,15 @@ def place(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "python_path"),
     [
-        "",
-        "-I",
-        "-E",
-        "-S -s -b",
-        "-OO -Xutf8 -Xdev -B -Wdefault::ImportWarning -Xpycache_prefix=/tmp/none",
+        ("", None),
+        ("", ""),
+        ("", "home"),
+        ("-S -s -b", None),
+        ("-OO -Xutf8 -Xdev -B -Wdefault::ImportWarning -Xpycache_prefix=/tmp/none", "home"),
     ],
 )
-@pytest.mark.parametrize("python_path", [None, "", "home"], ids=["no PYTHONPATH", "PYTHONPATH=", "PYTHONPATH=home"])
 def test_children_of_a_script_import_nothing_from_the_current_folder(place, options, python_path):
     place.plant(PLANTED)
     variables = {}
@@ -152,7 +151,7 @@ def test_children_ignore_the_environment_where_their_parent_does(place, options)
     assert place.imported == ""
 
 
-@pytest.mark.parametrize("entries", [":", "{home}:", ":{home}", "{home}::{home}", ".", "x/..", "../{start}"])
+@pytest.mark.parametrize("entries", [":", "{home}::{home}", "x/..", "../{start}"])
 def test_children_take_relative_entries_of_the_path_as_their_parent_did(place, tmp_path, entries):
     """The parent began in another folder, where an empty or relative entry meant something else."""
     place.plant(PLANTED)

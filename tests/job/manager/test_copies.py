@@ -35,8 +35,8 @@ COPIES = {
     "torch.save": saved_by_torch,
     "cloudpickle": lambda value: cloudpickle.loads(cloudpickle.dumps(value)),
     **{
-        f"pickle {protocol}": functools.partial(pickled, protocol=protocol)
-        for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+        f"pickle {protocol}": functools.partial(pickled, protocol=protocol)  # the one of text, of C, and of frames
+        for protocol in (0, 2, pickle.HIGHEST_PROTOCOL)
     },
 }
 
@@ -112,7 +112,9 @@ def test_the_handler_averages_a_model_that_keeps_the_manager(rank):
 
 
 @ranks(2)
-def test_a_view_in_a_new_process_asks_the_manager_there():
+def test_a_view_in_a_new_process_asks_the_manager_there(rank):
+    if rank != 0:  # the other one is there for the job to have two
+        return
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     process = context.Process(target=ask, args=(DistributedManager(), answers))

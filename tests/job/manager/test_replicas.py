@@ -47,7 +47,7 @@ def test_equal_replicas_are_fine_though_each_norm_has_its_own_statistics(rank, d
 
 
 @ranks(3)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_one_flipped_bit_is_found_and_its_tensor_and_rank_are_named(rank, seed):
     chance = random.Random(seed)  # noqa: S311 - it draws no secrets
     layers = model()
@@ -91,20 +91,30 @@ def top_bits(tensor):
 
 
 @ranks(2)
-@pytest.mark.parametrize("change", [wrong_sign, other_rows, other_columns, far_rows, top_bits])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-@pytest.mark.parametrize("shape", [(64, 256), (300, 512), (5, 3), (9000, 128)])
-def test_what_a_plain_sum_would_not_see_is_found(rank, change, dtype, shape):
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((64, 256), torch.float32),
+        ((64, 256), torch.float64),
+        ((64, 256), torch.float16),
+        ((300, 512), torch.float32),
+        ((5, 3), torch.float16),
+        ((5, 3), torch.float64),
+        ((9000, 128), torch.float16),
+    ],
+)
+def test_what_a_plain_sum_would_not_see_is_found(rank, shape, dtype):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).sign().to(dtype)
     weight[0, 0], weight[-1, -1] = 2, 3
     layers = nn.Linear(1, 1, bias=False)
-    layers.weight = nn.Parameter(weight)
-    DistributedManager().check_replicas(layers)
-    if rank == 1:
-        with torch.no_grad():
-            change(layers.weight)
-    with pytest.raises(DivergenceError, match="in weight"):
+    for change in (wrong_sign, other_rows, other_columns, far_rows, top_bits):
+        layers.weight = nn.Parameter(weight.clone())
         DistributedManager().check_replicas(layers)
+        if rank == 1:
+            with torch.no_grad():
+                change(layers.weight)
+        with pytest.raises(DivergenceError, match="in weight"):
+            DistributedManager().check_replicas(layers)
 
 
 @ranks(2)
