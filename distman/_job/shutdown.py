@@ -57,12 +57,11 @@ def leave(job: Job, watcher: Watcher | None) -> None:
             watcher.leave()
         if dist.is_initialized() and not job.is_adopted:
             end_groups(None, job.device, aborts=is_failing or (watcher is not None and watcher.record is not None))
-        if stays:
-            _serve_the_others(job, rendezvous.store, watcher)
-    except BaseException:  # the handler of a signal raised, say: the others must not take this rank for dead
+        if stays and watcher is not None:
+            _wait_until_all_left(job, rendezvous.store, watcher)
+    finally:  # the handler of a signal raised, say: the others must not take this rank for dead
         if stays:
             _announce_closing(job, rendezvous.store, watcher)
-        raise
     if not job.is_adopted:
         wait_for_gloo()
         forget_interface()
@@ -117,15 +116,6 @@ def _say_farewell(job: Job, store: TorchStore, watcher: Watcher | None, *, stays
     is_asked = is_waited_for and not all_started.is_set()  # to ask once more might take long: the store may be stopped
     if is_asked and not job.is_adopted:
         _wait_for_all_at(store, protocol.STARTED, job.world_size, timing.START_OF_OTHERS)
-
-
-def _serve_the_others(job: Job, store: TorchStore, watcher: Watcher | None) -> None:
-    """Serve the store until the others need it no more, and tell those that still use it that it will be closed."""
-    try:
-        if watcher is not None:
-            _wait_until_all_left(job, store, watcher)
-    finally:  # Ctrl-C, say: the others must not take this rank for dead
-        _announce_closing(job, store, watcher)
 
 
 def _announce_closing(job: Job, store: TorchStore, watcher: Watcher | None) -> None:

@@ -63,9 +63,7 @@ def start(
         return _start_alone(environment, backend, requested, limits), None
     keep_garbage_from_children()
 
-    def leave_it_to_the_meeting() -> None:
-        hook.set_reporter(functools.partial(abort_job, environment))
-
+    leave_it_to_the_meeting = functools.partial(hook.set_reporter, functools.partial(abort_job, environment))
     try:
         job_store, peers = join(
             environment,
@@ -237,7 +235,6 @@ def _start_alone(
 
 
 def _tell_starter(error: BaseException) -> None:
-    """Say why the only rank of a job fails, where its starter reads it."""
     record = FailureRecord.of(error, 0)
     write_error_file(0, record, record)
 

@@ -76,9 +76,8 @@ def prepare(connection: _socket.socket, unreachable_after: float) -> None:
         return
     connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
     connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_KEEPALIVE, 1)
-    if hasattr(_socket, "TCP_USER_TIMEOUT"):
-        pause = max(1, int(min(unreachable_after / _PROBES, _MOST_BETWEEN_PROBES)))
-        silence = int(min(unreachable_after * _MILLISECONDS, _LONGEST_SILENCE))
-        connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_KEEPIDLE, pause)
-        connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_KEEPINTVL, pause)
-        connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_USER_TIMEOUT, silence)
+    pause = max(1, int(min(unreachable_after / _PROBES, _MOST_BETWEEN_PROBES)))
+    silence = int(min(unreachable_after * _MILLISECONDS, _LONGEST_SILENCE))
+    connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_KEEPIDLE, pause)
+    connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_KEEPINTVL, pause)
+    connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_USER_TIMEOUT, silence)

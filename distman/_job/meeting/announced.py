@@ -18,12 +18,7 @@ import torch.distributed as dist
 from distman._base import timing
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import (
-    Addresses,
-    MalformedMessageError,
-    Port,
-    decode,
-)
+from distman._coordination.messages import Addresses, MalformedMessageError, Port, decode
 from distman._job.meeting import mpi
 from distman._job.meeting.address import means_loopback, own_addresses
 from distman._job.meeting.job_store import JobStore
@@ -58,11 +53,7 @@ class Announced:
     ``broadcast`` returns on all ranks what a function returns on rank 0, within some seconds.
     """
 
-    def __init__(
-        self,
-        point: AtPorts,
-        broadcast: Callable[[Callable[[], Announcement], float], Announcement],
-    ) -> None:
+    def __init__(self, point: AtPorts, broadcast: Callable[[Callable[[], Announcement], float], Announcement]) -> None:
         self.source = point.source
         self.is_host = point.is_host
         self._point = point

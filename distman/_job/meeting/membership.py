@@ -154,7 +154,7 @@ class _Membership:
             self.store.set(protocol.MEMBERSHIP_EVENT, "full")
 
     def judge(self) -> _Verdict:
-        verdict = self._wait(self._look, self._next_arrival, self.timeout, self._log_progress)
+        verdict = self._wait(self._look, self._next_arrival, self.timeout)
         return self._publish(verdict or _Verdict(error=self._missing()))
 
     def withdraw(self, error: BaseException) -> None:
@@ -259,11 +259,7 @@ class _Membership:
         self.kinds.update(one.common for one in join_records.values())
 
     def _wait(
-        self,
-        look: Callable[[], _Verdict | None],
-        next_key: Callable[[], str],
-        timeout: float,
-        report: Callable[[], None] = lambda: None,
+        self, look: Callable[[], _Verdict | None], next_key: Callable[[], str], timeout: float
     ) -> _Verdict | None:
         """Return what ``look`` finds, or None after ``timeout`` seconds without a find."""
         # It looks again when the next key is set, or after a pause.
@@ -276,7 +272,8 @@ class _Membership:
             if waited > timeout:
                 return None
             if waited > next_report:
-                report()
+                if self.me.rank == 0:
+                    self._log_progress()
                 next_report += timing.JOIN_PROGRESS_EVERY
             key = next_key()
             if self.store.has_come([key], pause) and key == protocol.MEMBERSHIP_EVENT:

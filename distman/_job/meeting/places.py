@@ -82,9 +82,8 @@ class Endpoint(ABC):
     is_host: bool  # whether this rank opens the store
     opener: str = "rank 0"  # the rank that opens it, for messages
     protection: Protection = NO_PROTECTION  # what keeps others out
-    unreachable_after: float = (
-        timing.UNREACHABLE_UNWATCHED
-    )  # seconds after which a host is given up that acknowledges nothing
+    # seconds after which a host is given up that acknowledges nothing
+    unreachable_after: float = timing.UNREACHABLE_UNWATCHED
 
     alike = " with the same secret"  # what else to see about ranks that do not meet
 
@@ -186,12 +185,7 @@ class Endpoint(ABC):
 
     @contextlib.contextmanager
     def started(
-        self,
-        listener: socket.socket,
-        address: Address,
-        rank: int,
-        timeout: float,
-        meanwhile: Callable[[], None],
+        self, listener: socket.socket, address: Address, rank: int, timeout: float, meanwhile: Callable[[], None]
     ) -> Iterator[Door]:
         """Start the process of the store, and yield its door; if anything fails until the end of the block, end it."""
         door = self.door_at(address)
