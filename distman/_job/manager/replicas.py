@@ -121,7 +121,7 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     end = torch.zeros(8 * _COLUMNS, dtype=torch.uint8, device=flat.device)
     end[: flat.numel() - num_rows * len(end)] = flat[num_rows * len(end) :]
     rows = flat[: num_rows * len(end)].view(torch.int64).view(num_rows, _COLUMNS)
-    weights = _odd_numbers(_ROWS + _COLUMNS, flat.device)
+    weights = 2 * (torch.arange(_ROWS + _COLUMNS, device=flat.device) * _GOLDEN) + 1  # all of them odd
     total = torch.zeros(_COLUMNS, dtype=torch.int64, device=flat.device)
     room = torch.empty(min(max(num_rows, 1), _ROWS), _COLUMNS, dtype=torch.int64, device=flat.device)
     for number, part in enumerate((*torch.split(rows, _ROWS), end.view(torch.int64)[None])):
@@ -130,10 +130,6 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
         torch.add(part, mixed, alpha=_GOLDEN, out=mixed).mul_(weights[: len(part), None])
         total += mixed.sum(0) * _as_signed((2 * number + 1) * _GOLDEN)
     return (total * weights[_ROWS:]).sum()
-
-
-def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
-    return 2 * (torch.arange(count, device=device) * _GOLDEN) + 1
 
 
 def _as_signed(number: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import threading
 
@@ -90,8 +91,11 @@ def _seconds_of(variable: str, default: float) -> float:
     text = os.environ.get(variable)
     if not text:
         return default
-    number = _number(text)
-    if number is None or not 0 < number < threading.TIMEOUT_MAX:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < threading.TIMEOUT_MAX:
         raise ValueError(
             f"a timeout must be a positive number of seconds, got {text!r} from {variable}. Leave it out for the "
             "default."
@@ -105,13 +109,6 @@ def watch_limits() -> WatchLimits | None:
     grace = _seconds_of(*_FAILURE_GRACE)
     patience = Patience(to_handle=grace, to_come=_TO_COME * grace)
     return WatchLimits(_seconds_of(*_SILENCE_TIMEOUT), _seconds_of(*_HANG_TIMEOUT), patience)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def warn_of_misspelt(rank: int) -> None:

@@ -153,7 +153,7 @@ def describe_missing(arrived: Iterable[JoinRecord], world_size: int, expected: M
 def describe_present(arrived: Iterable[JoinRecord]) -> str:
     """Return which ranks have arrived, such as ``0 (n1, pid 812), 1 (n1, pid 813)``."""
     ranked = sorted(arrived, key=lambda join_record: join_record.rank)
-    return _listed(f"{join_record.rank} ({join_record.host}, pid {join_record.pid})" for join_record in ranked)
+    return _listed(f"{one.rank} ({one.host}, pid {one.pid})" for one in ranked)
 
 
 def complete(arrived: Sequence[JoinRecord]) -> tuple[Peer, ...]:
