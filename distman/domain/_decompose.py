@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from distman._torch_internals import outside_graphs, tree_leaves
+from distman._torch_internals import outside_graphs
 from distman.collectives import all_gather_objects, resolve_group
 from distman.domain import _global, _local
 from distman.domain._axes import layout_of
 from distman.domain._blocks import Dims, check_dims
-from distman.domain._domain import Domain, OnBlocks
-from distman.topology import split_sizes
+from distman.domain._domain import OF_UNKNOWN, Domain, Guard, OnBlocks, tensors_in
 
 _MIXING = (
     *("RNNBase", "MultiheadAttention", "Transformer", "TransformerEncoderLayer", "TransformerDecoderLayer", "Unfold"),
@@ -127,9 +126,19 @@ class Root(nn.Module):
 
     @outside_graphs  # of torch.compile, which does not see how fields are split
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._domain.running(self, args, kwargs) as guard:
-            result = super().forward(*args, **kwargs)
-        guard.check(result)
+        self._domain.lay_out(self, [*tensors_in((args, kwargs))])
+        outer, self._domain.guard = self._domain.guard, Guard(self)
+        try:
+            with self._domain.guard as guard:
+                result = super().forward(*args, **kwargs)
+        finally:
+            self._domain.guard = outer
+        for tensor in tensors_in(result):
+            if guard.find(tensor) is None:
+                raise ValueError(
+                    f"a decomposed {type(self).__name__} must return tensors that torch has made, got one of shape "
+                    f"{tuple(tensor.shape)}: {OF_UNKNOWN}."
+                )
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -179,13 +188,12 @@ def _compare(whole: nn.Module, split: nn.Module, dims: Dims, batch: torch.Tensor
     block = batch
     for dim, group in dims.items():
         members = resolve_group(group)
-        block = block.split(split_sizes(block.shape[dim], members.size), dim)[members.rank]
+        block = block.tensor_split(members.size, dim)[members.rank]
     problem = ""
     with torch.no_grad():
-        expected = [one for one in tree_leaves(whole(batch)) if isinstance(one, torch.Tensor)]
+        expected = whole(batch)
         try:
-            results = [one for one in tree_leaves(split(block.contiguous())) if isinstance(one, torch.Tensor)]
-            for result, full in zip(results, expected, strict=True):
+            for result, full in zip(tensors_in(split(block.contiguous())), tensors_in(expected), strict=True):
                 for dim, axis in layout_of(result).items():
                     full = axis.part(full, dim)
                 most = float(full.abs().max()) if full.numel() else 0

@@ -1,15 +1,13 @@
-"""What the layers of a decomposed model share: how its fields are split, and what may be computed on these.
-
-Where a function between the layers mixes positions, it is refused.
-"""
+"""What the layers of a decomposed model share, and the guard that refuses functions between them that mix positions."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -33,10 +31,6 @@ from distman.domain._axes import (
 from distman.domain._halo import Fetch
 from distman.errors import DistmanError
 
-Function = Callable[..., Any]
-Rule = Callable[[str, Function, Sequence[Any], dict[str, Any]], Layout | None]
-
-
 # Functions that compute along a dim, at this place among their arguments, with this default, and keep its length.
 _ALONG = {
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "index_select"), (1, None)),
@@ -57,7 +51,7 @@ _INSTEAD = {
 }
 
 
-_OF_UNKNOWN = (
+OF_UNKNOWN = (
     "of a tensor nobody knows how it is split, since neither the model has it nor a function of torch has made it. "
     "Register it as a buffer, or pass it to the model; put functions of other kinds, such as scripted ones, before the "
     "model or behind it"
@@ -72,18 +66,8 @@ class Domain:
         self.guard: Guard | None = None  # while the model runs
         self.seen: dict[tuple[Any, ...], Layout | None] = {}  # by layer and shape; None: split in several ways
 
-    @contextlib.contextmanager
-    def running(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Guard]:
-        """Find out how the inputs are split, and watch over the functions that compute on them."""
-        self._lay_out(module, [*_tensors((args, kwargs))])
-        outer, self.guard = self.guard, Guard(module)
-        try:
-            with self.guard as guard:
-                yield guard
-        finally:
-            self.guard = outer
-
-    def _lay_out(self, module: torch.nn.Module, tensors: list[torch.Tensor]) -> None:
+    def lay_out(self, module: torch.nn.Module, tensors: list[torch.Tensor]) -> None:
+        """Find out how the inputs of a call are split."""
         ndim = tensors[0].ndim if tensors else 0
         if ndim < max(-dim for dim in self.dims):
             raise ValueError(
@@ -109,10 +93,8 @@ class Domain:
         for field, layout in zip(fields, found, strict=True):
             layouts[field] = layout
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Domain:
-        copy = Domain(self.dims)  # groups are not copied
-        memo[id(self)] = copy
-        return copy
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Domain:
+        return Domain(self.dims)  # groups are not copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Domain, (self.dims,)
@@ -144,7 +126,7 @@ class OnBlocks:
         if domain.guard is not None:
             layout = domain.guard.find(input)
             if layout is None:
-                raise self.refuse(f"must know how its input is split, got a tensor of shape {shape}: {_OF_UNKNOWN}")
+                raise self.refuse(f"must know how its input is split, got a tensor of shape {shape}: {OF_UNKNOWN}")
             domain.seen[self, shape] = layout if domain.seen.get((self, shape), layout) == layout else None
             return layout
         found = layout_of(input) or domain.seen.get((self, shape))
@@ -179,28 +161,20 @@ def window(
     """
     if bounds == axis.intervals:
         return tensor
-    if not axis.cuts:
-        return _stretch(tensor, dim, *bounds[0], boundary, value)
-    group = resolve_group(axis.group)
-    windows = Windows(axis.sizes, tuple(bounds), boundary)
-    tensor = check_call("a layer of a decomposed model", tensor, group, free_dim=dim, dim=dim, windows=windows.text)
-    result: torch.Tensor = Fetch.apply(tensor, dim % tensor.ndim, windows, group, value)
-    return result
-
-
-def _stretch(tensor: torch.Tensor, dim: int, start: int, end: int, boundary: Boundary, value: float) -> torch.Tensor:
-    """Return the window of a dim that this rank has the whole of."""
-    length = tensor.shape[dim]
-    if start >= 0 and end <= length:
+    if axis.cuts:
+        group = resolve_group(axis.group)
+        windows = Windows(axis.sizes, tuple(bounds), boundary)
+        tensor = check_call("a layer of a decomposed model", tensor, group, free_dim=dim, dim=dim, windows=windows.text)
+        result: torch.Tensor = Fetch.apply(tensor, dim % tensor.ndim, windows, group, value)
+        return result
+    (start, end), *_ = bounds
+    if start >= 0 and end <= axis.length:
         return tensor.narrow(dim, start, end - start)
-    if boundary == "zeros" and tensor.numel() == 0:  # which torch 2.8 refuses to pad
-        shape = list(tensor.shape)
-        shape[dim] = end - start
-        return tensor.new_full(shape, value) + tensor.sum()
-    if boundary == "zeros":
-        return functional.pad(tensor, [0] * (2 * (-dim - 1)) + [-start, end - length], value=value)
+    if boundary == "zeros" and tensor.numel():
+        return functional.pad(tensor, [0] * (2 * (-dim - 1)) + [-start, end - axis.length], value=value)
     # By indices, since torch refuses to pad what is empty along another dim.
-    return tensor.index_select(dim, torch.from_numpy(places(start, end, length, boundary)).to(tensor.device))
+    entries = places(start, end, axis.length, boundary).clip(0)
+    return tensor.index_select(dim, torch.from_numpy(entries).to(tensor.device))
 
 
 class Guard(TorchFunctionMode):
@@ -229,53 +203,56 @@ class Guard(TorchFunctionMode):
 
     @functools.cached_property
     def _own(self) -> set[int]:
-        return {id(tensor) for module in self._module.modules() for tensor in _tensors(vars(module))}
-
-    def check(self, result: Any) -> None:
-        """Refuse to return what nobody knows to be a block, or whole."""
-        for tensor in _tensors(result):
-            if self.find(tensor) is None:
-                raise ValueError(
-                    f"a decomposed {type(self._module).__name__} must return tensors that torch has made, got one of "
-                    f"shape {tuple(tensor.shape)}: {_OF_UNKNOWN}."
-                )
+        return {id(tensor) for module in self._module.modules() for tensor in tensors_in(vars(module))}
 
     def __torch_function__(
-        self, func: Function, _types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+        self, func: Callable[..., Any], _types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        given = [self.find(tensor) for tensor in _tensors((args, kwargs))]
+        given = [self.find(tensor) for tensor in tensors_in((args, kwargs))]
         layout: Layout | None = None if None in given else {}
         if any(given):
-            name = _name_of(func)
-            rule = _rule_of(name)
-            if rule is None or (name == "where" and len(args) + len(kwargs) < 3):  # which is nonzero
-                raise _refusal(name, "it is not known to treat each position alone")
+            call = Call(_name_of(func), func, args, kwargs)
+            rule = _rule_of(call.name)
+            if rule is None or (call.name == "where" and len(args) + len(kwargs) < 3):  # which is nonzero
+                raise call.refusal("it is not known to treat each position alone")
             if None in given:
-                raise _refusal(name, _OF_UNKNOWN)
-            layout = rule(name, func, args, kwargs)
+                raise call.refusal(OF_UNKNOWN)
+            layout = rule(call)
         result = func(*args, **kwargs)
         if layout is not None:
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 layouts[tensor] = layout
         return result
 
 
-def _refusal(name: str, why: str) -> ValueError:
-    remedy = next(text for key, text in _INSTEAD.items() if name.startswith(key)).format(name=name)
-    return ValueError(
-        f"functions in a decomposed module must not mix positions of a field, got {name}: {why}. {remedy}."
-    )
+class Call(NamedTuple):
+    """A call of a function on blocks."""
+
+    name: str
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*tensors_in((self.args, self.kwargs))]
+
+    def refusal(self, why: str) -> ValueError:
+        remedy = next(text for key, text in _INSTEAD.items() if self.name.startswith(key)).format(name=self.name)
+        return ValueError(
+            f"functions in a decomposed module must not mix positions of a field, got {self.name}: {why}. {remedy}."
+        )
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple | dict):  # quicker than torch's own functions for nested data
         for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(one)
+            yield from tensors_in(one)
 
 
 def _name_of(func: Any) -> str:
@@ -287,96 +264,92 @@ def _name_of(func: Any) -> str:
     return name.strip("_") or name
 
 
-def _reading(*_: Any) -> None:
+def _reading(_call: Call) -> None:
     """Leave what is known of tensors as it is."""
 
 
-def _made(*_: Any) -> Layout:
+def _made(_call: Call) -> Layout:
     return {}
 
 
-def _gradient(name: str, _func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
+def _gradient(call: Call) -> Layout:
     """Return how the inputs are split, by which torch.autograd.grad differentiates; those of whole ones are sums."""
-    found = [layout_of(one) for one in _tensors(kwargs.get("inputs", args[1] if len(args) > 1 else ()))]
+    inputs = call.kwargs.get("inputs", call.args[1] if len(call.args) > 1 else ())
+    found = [layout_of(one) for one in tensors_in(inputs)]
     if not found or not all(one and one == found[0] for one in found):
-        raise _refusal(name, "it differentiates by what is not split as its other inputs are")
+        raise call.refusal("it differentiates by what is not split as its other inputs are")
     return found[0]
 
 
-def _pointwise(name: str, _func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
+def _pointwise(call: Call) -> Layout:
     """Return the common layout of all arguments; all that extend along a split dim must be split there alike."""
     merged: Layout = {}
-    given = [(tensor, layout_of(tensor)) for tensor in _tensors((args, kwargs))]
-    for _, layout in given:
-        for dim, axis in layout.items():
-            other = merged.setdefault(dim, axis)
-            if other is not axis and other != axis:
-                raise _refusal(name, f"its fields are split unlike along dim {dim}")
-    for tensor, layout in given:
-        for dim in merged.keys() - layout.keys():
+    for tensor in call.tensors:
+        for dim, axis in layout_of(tensor).items():
+            if merged.setdefault(dim, axis) != axis:
+                raise call.refusal(f"its fields are split unlike along dim {dim}")
+    for tensor in call.tensors:
+        for dim in merged.keys() - layout_of(tensor).keys():
             if tensor.ndim >= -dim and tensor.shape[dim] != 1:
-                raise _refusal(
-                    name,
+                raise call.refusal(
                     f"a tensor of shape {tuple(tensor.shape)}, which was made in the module or belongs to it, is not "
-                    f"known to be split along dim {dim}; pass it to the module as a block",
+                    f"known to be split along dim {dim}; pass it to the module as a block"
                 )
     return merged
 
 
-def _of_first(name: str, _func: Function, args: Sequence[Any], _kwargs: dict[str, Any]) -> Layout:
-    return _pointwise(name, _func, args[:1], {})
+def _of_first(call: Call) -> Layout:
+    return _pointwise(call._replace(args=call.args[:1], kwargs={}))
 
 
-def _along(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
-    place, default = _ALONG[name]
-    dim = kwargs.get("dim", args[place] if len(args) > place else default)
-    layout, ndim = _pointwise(name, func, args[:1], kwargs), next(_tensors((args, kwargs))).ndim
+def _along(call: Call) -> Layout:
+    place, default = _ALONG[call.name]
+    dim = call.kwargs.get("dim", call.args[place] if len(call.args) > place else default)
+    layout, ndim = _pointwise(call._replace(args=call.args[:1])), call.tensors[0].ndim
     if not isinstance(dim, int) or (dim if dim < 0 else dim - ndim) in layout:
-        raise _refusal(name, f"it computes along dim {dim}, which is split")
+        raise call.refusal(f"it computes along dim {dim}, which is split")
     return layout
 
 
-def _telling(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
+def _telling(call: Call) -> Layout:
     """Follow the dims by what a function makes of tensors without data, whose split dims have lengths of their own."""
-    if name == "getitem" and any(
-        isinstance(one, torch.Tensor | list) for one in (args[1] if isinstance(args[1], tuple) else args[1:])
-    ):
-        raise _refusal("indexing by tensors", "where its entries come from is not known")
-    fields = [tensor for tensor in _tensors((args, kwargs)) if layout_of(tensor)]
-    if name == "einsum" and len(fields) > 1:
-        raise _refusal(name, "it multiplies fields")
+    if call.name == "getitem":
+        index = call.args[1] if isinstance(call.args[1], tuple) else call.args[1:]
+        if any(isinstance(one, torch.Tensor | list) for one in index):
+            raise call._replace(name="indexing by tensors").refusal("where its entries come from is not known")
+    fields = [tensor for tensor in call.tensors if layout_of(tensor)]
+    if call.name == "einsum" and len(fields) > 1:
+        raise call.refusal("it multiplies fields")
     axes = dict.fromkeys(axis for tensor in fields for axis in layout_of(tensor).values())
-    shapes = [tensor.shape for tensor in _tensors((args, kwargs)) if tensor.ndim]
+    shapes = [tensor.shape for tensor in call.tensors if tensor.ndim]
     longest = 1 + max(max(map(max, shapes)), *(axis.length for axis in axes))  # beyond any part that is taken
     # Odd multiples: what is left of one of them is no other one.
     lengths = {axis: longest * (2 * at + 3) for at, axis in enumerate(axes)}
-    shape = _shape_of_result(name, func, args, kwargs, lengths)
-    if name == "squeeze" and len(shape) != len(_shape_of_result(name, func, args, kwargs, dict.fromkeys(axes, 1))):
-        raise _refusal(name, "which dims it drops depends on the rank; name the dim")
+    shape = _shape_of_result(call, lengths)
+    if call.name == "squeeze" and len(shape) != len(_shape_of_result(call, dict.fromkeys(axes, 1))):
+        raise call.refusal("which dims it drops depends on the rank; name the dim")
     for tensor in fields:
         for dim, axis in layout_of(tensor).items():
             if shape.count(lengths[axis]) != 1:
-                raise _refusal(name, f"it does not keep dim {dim}, which is split")
+                raise call.refusal(f"it does not keep dim {dim}, which is split")
     return {shape.index(length) - len(shape): axis for axis, length in lengths.items()}
 
 
-def _reshaping(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout:
+def _reshaping(call: Call) -> Layout:
     """Follow the dims of a reshaped tensor: a dim is the same where it and all behind it have kept their lengths."""
-    tensor, layout = args[0], {}
-    shape = torch.Size(_shape_of_result(name, func, args, kwargs, {}))
+    tensor, layout = call.args[0], {}
+    shape = _shape_of_result(call, {})
     for dim, axis in layout_of(tensor).items():
-        behind = tensor.shape[tensor.ndim + dim + 1 :].numel()
+        behind = math.prod(tensor.shape[tensor.ndim + dim + 1 :])
         same = [d for d in range(-len(shape), 0) if shape[d] == tensor.shape[dim]]
-        same = [d for d in same if shape[len(shape) + d + 1 :].numel() == behind]
+        same = [d for d in same if math.prod(shape[len(shape) + d + 1 :]) == behind]
         if dim not in same and (len(same) != 1 or tensor.shape[dim] < 2):
-            raise _refusal(name, f"it does not keep dim {dim}, which is split")
+            raise call.refusal(f"it does not keep dim {dim}, which is split")
         layout[dim if dim in same else same[0]] = axis
     return layout
 
 
-def _shape_of_result(
-    name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any], lengths: dict[Axis, int]
-) -> list[int]:
+def _shape_of_result(call: Call, lengths: dict[Axis, int]) -> list[int]:
     """Return the shape that the result would have if the split dims had these lengths."""
 
     def without_data(value: Any) -> Any:
@@ -388,14 +361,14 @@ def _shape_of_result(
         return torch.empty(shape, dtype=value.dtype, device="meta")
 
     try:
-        args, kwargs = tree_map(without_data, (tuple(args), kwargs))
-        result = func(*args, **kwargs)
+        args, kwargs = tree_map(without_data, (tuple(call.args), call.kwargs))
+        result = call.function(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise _refusal(name, f"it needs the lengths of a block, {str(error).splitlines()[0]}") from error
-    return list(next(_tensors(result)).shape)
+        raise call.refusal(f"it needs the lengths of a block, {str(error).splitlines()[0]}") from error
+    return list(next(tensors_in(result)).shape)
 
 
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, Callable[[Call], Layout | None]] = {
     name: rule
     for rule, names in {
         _reading: (
@@ -428,7 +401,7 @@ _RULES: dict[str, Rule] = {
 
 
 @functools.cache
-def _rule_of(name: str) -> Rule | None:
+def _rule_of(name: str) -> Callable[[Call], Layout | None] | None:
     packet = getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
     # torch.equal, which has one answer for all positions, is tagged, too.
