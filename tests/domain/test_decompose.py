@@ -137,6 +137,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.gloo_only("what the guard says does not depend on the backend")
 @pytest.mark.parametrize("name", REFUSED)
 @ranks(4)
 def test_functions_that_mix_positions_are_refused(name):
@@ -174,6 +175,7 @@ ALLOWED = {
 }
 
 
+@pytest.mark.gloo_only("what the guard says does not depend on the backend")
 @pytest.mark.parametrize("name", ALLOWED)
 @ranks(4)
 def test_functions_that_treat_each_position_alone_are_computed(name):
