@@ -157,11 +157,15 @@ class _ReverseSolver:
         x = self.sde.sample_prior(shape, generator=generator, device=like.device, dtype=like.dtype)
         times = torch.linspace(self.sde.horizon, self.sde.epsilon, self.num_steps + 1, dtype=torch.float64).tolist()
         for step, (time, next_time) in enumerate(itertools.pairwise(times), start=1):
-            is_last = step == self.num_steps
-            if self.method == "probability_flow":
-                x = self._heun(x, time, next_time, condition)
+            length, is_last = time - next_time, step == self.num_steps
+            if self.method == "probability_flow":  # by Heun's method
+                slope = self._slope(x, time, condition, 0.5)
+                x = x - length / 2 * (slope + self._slope(x - length * slope, next_time, condition, 0.5))
                 continue
-            x = self._euler_maruyama(x, time, next_time, condition, None if is_last else generator)
+            diffusion = per_sample(self.sde.diffusion(x.new_full((num,), time)), x)
+            x = x - self._slope(x, time, condition, 1.0) * length
+            if not is_last:
+                x = x + diffusion * math.sqrt(length) * _noise_like(x, generator)
             if self.method == "predictor_corrector" and not is_last:
                 x = self._langevin(x, next_time, condition, generator)
         _sharing.check_finite("samples", x, self.group)
@@ -175,26 +179,6 @@ class _ReverseSolver:
         t = x.new_full((len(x),), time)
         diffusion = per_sample(self.sde.diffusion(t), x)
         return self.sde.drift(t, x) - factor * diffusion.square() * self._score(x, time, condition)
-
-    def _euler_maruyama(
-        self,
-        x: torch.Tensor,
-        time: float,
-        next_time: float,
-        condition: torch.Tensor | None,
-        generator: torch.Generator | None,
-    ) -> torch.Tensor:
-        length = time - next_time
-        x = x - self._slope(x, time, condition, 1.0) * length
-        if generator is None:
-            return x
-        diffusion = per_sample(self.sde.diffusion(x.new_full((len(x),), time)), x)
-        return x + diffusion * math.sqrt(length) * _noise_like(x, generator)
-
-    def _heun(self, x: torch.Tensor, time: float, next_time: float, condition: torch.Tensor | None) -> torch.Tensor:
-        length = time - next_time
-        slope = self._slope(x, time, condition, 0.5)
-        return x - length / 2 * (slope + self._slope(x - length * slope, next_time, condition, 0.5))
 
     def _langevin(
         self, x: torch.Tensor, time: float, condition: torch.Tensor | None, generator: torch.Generator
