@@ -33,6 +33,7 @@ from distman.compat.physicsnemo import (
 )
 from distman.testing import ranks
 from tests.collectives.reference import check_against_one_process, losses, random_tensor
+from tests.launch.preloaded import PYTHON, server_variables
 
 IN_FLOAT32 = True
 PUBLIC = {  # of physicsnemo 2.2
@@ -362,7 +363,11 @@ def test_under_its_old_name(variables, said):
     code = "from distman.compat.physicsnemo import install; install(); install()\n" + textwrap.dedent(ALONE)
     outer = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "DISTMAN"))}
     finished = subprocess.run(
-        [sys.executable, "-c", code], env={**outer, **variables}, text=True, capture_output=True, check=False
+        [PYTHON, "-c", code],
+        env={**outer, **server_variables(), **variables},
+        text=True,
+        capture_output=True,
+        check=False,
     )
     assert (finished.stdout.strip(), finished.returncode) == (said, 0), finished.stderr
 

@@ -9,6 +9,8 @@ import pytest
 
 from distman.executor import ParallelExecutor
 
+from ..launch.preloaded import PYTHON, server_variables
+
 REPOSITORY = str(Path(__file__).parents[2])
 
 
@@ -36,19 +38,22 @@ def pair(resident):
 @pytest.fixture
 def type_in(tmp_path):
     """Return a function that types a program at ``python -`` in a folder of its own, and returns its output."""
+    return lambda program: output_of([sys.executable, "-"], program, tmp_path, os.environ)
 
-    def run(program, *arguments, **environ):
-        done = subprocess.run(
-            [sys.executable, "-", *arguments],
-            input=program,
-            cwd=tmp_path,
-            env={**os.environ, **environ},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-        return done.stdout
+
+@pytest.fixture
+def run_program(tmp_path):
+    """Return a function that runs a program in a preloaded interpreter, and returns its output."""
+
+    def run(program, **environ):
+        return output_of([PYTHON, "-c", program], "", tmp_path, {**os.environ, **server_variables(), **environ})
 
     return run
+
+
+def output_of(command, given, folder, environ):
+    done = subprocess.run(
+        command, input=given, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    return done.stdout

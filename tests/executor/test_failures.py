@@ -160,8 +160,8 @@ def fail_with_after(device, name, error):
     fail_with(error)
 
 
-def test_errors_that_a_program_defines_itself_can_be_caught(type_in):
-    type_in(OWN_ERROR)
+def test_errors_that_a_program_defines_itself_can_be_caught(run_program):
+    run_program(OWN_ERROR)
 
 
 OWN_ERROR = """
@@ -262,20 +262,14 @@ def test_the_time_limit():
         assert executor.run(lambda device: os.getpid())[1] == second
 
 
-def test_the_start_of_a_worker_does_not_count(type_in):
-    type_in(SLOW_START)
-
-
-SLOW_START = """
-import os
-from pathlib import Path
-from distman import ParallelExecutor
-
-Path("sitecustomize.py").write_text("import threading; threading.Event().wait(1.5)")  # in each new interpreter
-os.environ["PYTHONPATH"] = os.getcwd()
-with ParallelExecutor(devices=["cpu"], timeout=1) as executor:
-    assert executor.run(lambda device: 5) == [5]
-"""
+def test_the_start_of_a_worker_does_not_count(tmp_path, monkeypatch):
+    # In each new interpreter:
+    (tmp_path / "sitecustomize.py").write_text("import threading; threading.Event().wait(1.5)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with ParallelExecutor(devices=["cpu"], timeout=1, pass_device=False) as executor:
+        start = time.monotonic()
+        assert executor.run(abs, -5) == [5]
+        assert time.monotonic() - start > 1.5
 
 
 def test_descendants_of_a_dead_worker_neither_stay_nor_keep_the_caller():

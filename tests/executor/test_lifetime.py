@@ -3,17 +3,17 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
 
 import pytest
 
+from ..launch.preloaded import PYTHON, server_variables
 from ..launch.processes import private_shared_memory
 
 BUSY = """
-import subprocess, sys, threading, time
+import os, subprocess, sys, threading, time
 from pathlib import Path
 from distman import ParallelExecutor, WorkerError
 
@@ -25,12 +25,14 @@ def work(device, folder):
     Path(folder, f"busy-{id(inner)}-{threading.get_native_id()}").touch()
     time.sleep(300)
 
+print(os.getpid(), flush=True)
 with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
     executor.run(lambda device: None)
-    try:
-        executor.run(work, sys.argv[1])
-    except WorkerError as error:
-        assert "was killed with its server" in str(error)
+    for folder in sys.argv[1:]:
+        try:
+            executor.run(work, folder)
+        except WorkerError as error:
+            assert "was killed with its server" in str(error)
     assert executor.run(lambda device: 5) == [5, 5]
     time.sleep(300)
 """
@@ -69,9 +71,6 @@ def use(**options):
     assert results[1].sum() == 300_000
 
 before = state()
-use()
-assert state() == before, (before, state())
-
 dropped = ParallelExecutor(devices=["cpu"])
 dropped.run(lambda device: None)
 del dropped
@@ -207,8 +206,8 @@ def start(mark):
     started = []
 
     def start(program, *arguments):
-        command = [*private_shared_memory(), sys.executable, "-c", program, *arguments]
-        environ = {**os.environ, "TEST_DISTMAN_MARK": mark}
+        command = [*private_shared_memory(), PYTHON, "-c", program, *arguments]
+        environ = {**os.environ, **server_variables(), "TEST_DISTMAN_MARK": mark}
         started.append(
             subprocess.Popen(
                 command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -223,36 +222,52 @@ def start(mark):
 
 
 @pytest.fixture
-def start_busy(start, mark, tmp_path):
-    """Return a function that starts a program whose workers are busy and have children, and its two other processes."""
+def start_busy(start, tmp_path):
+    """Return a function that starts a program whose workers are busy, once or several times, and have children."""
 
-    def start_busy():
-        program = start(BUSY, str(tmp_path))
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
-        assert sum("sleep 300" in command for command in living(mark)) == 4
-        (supervisor,) = children(program.pid)
-        (server,) = children(supervisor)
-        return program, {"supervisor": supervisor, "server": server}
+    def start_busy(num_times=1):
+        folders = [tmp_path / str(number) for number in range(num_times)]
+        for folder in folders:
+            folder.mkdir()
+        program = start(BUSY, *map(str, folders))
+        return program, int(program.stdout.readline()), folders
 
     return start_busy
 
 
+@pytest.fixture
+def wait_until_busy(mark):
+    """Return a function that waits for the workers' children and returns the two processes above the workers."""
+
+    def wait_until_busy(pid, folder):
+        wait_until(lambda: len(list(folder.iterdir())) == 2, 60)
+        assert sum("sleep 300" in command for command in living(mark)) == 4
+        (supervisor,) = children(pid)
+        (server,) = children(supervisor)
+        return {"supervisor": supervisor, "server": server}
+
+    return wait_until_busy
+
+
 @pytest.mark.parametrize("others", [[], ["supervisor"], ["server"]])
-def test_nothing_outlives_a_killed_program(start_busy, mark, others):
-    program, pids = start_busy()
-    program.kill()
+def test_nothing_outlives_a_killed_program(start_busy, wait_until_busy, mark, others):
+    program, pid, (folder,) = start_busy()
+    pids = wait_until_busy(pid, folder)
+    os.kill(pid, signal.SIGKILL)
     for other in others:
         os.kill(pids[other], signal.SIGKILL)
     wait_until(lambda: not living(mark), 5)
     assert program.communicate()[1] == ""
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "server"])
-def test_what_workers_started_does_not_outlive_server_or_supervisor(start_busy, mark, victim):
-    program, pids = start_busy()
-    os.kill(pids[victim], signal.SIGKILL)
-    wait_until(lambda: children(program.pid) not in ([], [pids["supervisor"]]), 5)
-    wait_until(lambda: len(living(mark)) == 5, 60)  # the program, and a new supervisor and server with two workers
+def test_what_workers_started_does_not_outlive_server_or_supervisor(start_busy, wait_until_busy, mark):
+    _, pid, folders = start_busy(2)
+    for victim, folder in zip(("supervisor", "server"), folders, strict=True):
+        pids = wait_until_busy(pid, folder)
+        os.kill(pids[victim], signal.SIGKILL)
+        wait_until(lambda pids=pids: children(pid) not in ([], [pids["supervisor"]]), 5)
+    # the program and what has started it, and a new supervisor and server with two workers
+    wait_until(lambda: len(living(mark)) == 6, 60)
     assert not any("sleep 300" in command for command in living(mark))
 
 
@@ -278,9 +293,10 @@ def test_ctrl_c_ends_what_was_submitted_outside_with(start, mark):
 
 
 def test_ctrl_c_ends_what_was_submitted_when_the_program_has_come_to_its_end(start, mark):
-    program = start(SUBMITTED.replace("wait(futures)", ""))
+    program = start("import os; print(os.getpid(), flush=True)" + SUBMITTED.replace("wait(futures)", ""))
+    pid = int(program.stdout.readline())
     assert program.stdout.readline() == "busy\n"
-    wait_until(lambda: not main_thread_runs(program.pid), 20)
+    wait_until(lambda: not main_thread_runs(pid), 20)
     os.killpg(program.pid, signal.SIGINT)
     _, errors = program.communicate(timeout=20)
     assert "KeyboardInterrupt" in errors
@@ -298,5 +314,5 @@ def test_nothing_is_left_or_changed_after_shutdown(start, mark):
     wait_until(lambda: not living(mark), 5)
 
 
-def test_a_copy_of_the_program_has_workers_of_its_own(type_in):
-    type_in(FORKED)
+def test_a_copy_of_the_program_has_workers_of_its_own(run_program):
+    run_program(FORKED)

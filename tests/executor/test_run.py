@@ -162,10 +162,8 @@ def test_an_error_within_with_lets_what_was_submitted_be_done():
         assert [future.result(0) for future in futures] == [2 * n for n in range(20)]
 
 
-def test_functions_without_a_signature_and_without_a_device():
-    with ParallelExecutor(devices=["cpu"], pass_device=False) as executor:
-        assert executor.run(max, 3, 4) == [4]
-        assert executor.submit(divmod, 7, 4).result() == (1, 3)
+def test_a_function_without_a_signature_takes_its_device_first(pair):
+    assert pair.run(type) == [torch.device] * 2
 
 
 def test_map_and_submit_share_the_work_out(pair):
@@ -205,8 +203,13 @@ def test_more_than_a_pipe_or_a_resident_region_holds_arrives_whole(pair):
     assert pair.submit(lambda device: "x" * 3_000_000).result() == "x" * 3_000_000
 
 
-def test_results_outlive_the_workers():
-    with ParallelExecutor(devices=["cpu"]) as executor:
+def test_results_outlive_the_workers_each_of_which_has_its_own_random_numbers():
+    def draw(device):
+        return torch.rand(1).item(), float(np.random.rand())
+
+    torch.manual_seed(5)
+    with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
+        drawn = executor.run(draw)
         (large, small) = executor.run(lambda device: (torch.ones(1024, 1024), torch.ones(3)))[0]
         array = executor.run(lambda device: np.arange(100_000))[0]
     assert large.sum() == 1024**2
@@ -214,6 +217,8 @@ def test_results_outlive_the_workers():
     assert array[-1] == 99_999
     large += 1
     array += 1
+    expected = [torch.rand(1, generator=torch.Generator().manual_seed(seed)).item() for seed in (5, 6)]
+    assert drawn == [(one, np.random.RandomState(seed).rand()) for one, seed in zip(expected, (5, 6), strict=True)]
 
 
 def test_results_stay_as_they_are_when_others_follow(pair):
@@ -317,24 +322,12 @@ def test_a_model_travels_both_ways(pair):
     assert model[0].weight.grad is None
 
 
-def test_each_worker_has_its_own_random_numbers():
-    def draw(device):
-        return torch.rand(1).item(), float(np.random.rand())
-
-    torch.manual_seed(5)
-    with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
-        drawn = executor.run(draw)
-    expected = [torch.rand(1, generator=torch.Generator().manual_seed(seed)).item() for seed in (5, 6)]
-    assert drawn == [(one, np.random.RandomState(seed).rand()) for one, seed in zip(expected, (5, 6), strict=True)]
-
-
 def test_executors_can_be_nested(pair):
     def outer(device):
         with ParallelExecutor(devices=["cpu", "cpu"]) as inner:
             return inner.run(lambda device, x: torch.full((100_000,), x), 3)
 
-    for inner_results in pair.run(outer):
-        assert [result.sum() for result in inner_results] == [300_000, 300_000]
+    assert [result.sum() for result in pair.submit(outer).result()] == [300_000, 300_000]
 
 
 def test_an_executor_travels_as_one_of_its_own(pair):

@@ -35,7 +35,6 @@ with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
     result = executor.run(lambda device: Result(torch.ones(100_000)))[1]
     assert isinstance(result, Result) and result.value.sum() == 100_000
     executor.run(lambda device: print("from", device))
-with ParallelExecutor(devices=["cpu"]) as executor:
     assert list(executor.map(lambda device, x: helper(x), [1, 2])) == [4, 5]
 ((first, result),) = on_gpus(torch.tensor([1]))
 assert isinstance(result, Result) and result.value.tolist() == [4]
@@ -95,23 +94,20 @@ with torch.inference_mode():
     states = executor.run(is_as_new)
 for state in states:
     assert state == {"modes": (True, False, "cpu"), "signals": True, "stdin": "", "files": [], "leaders": True}, state
-for round in range(5):
+for round in range(2):
     for result, threads, has_forked in executor.run(compute):
         assert np.allclose(result, expected, rtol=1e-12), (result, expected)
         assert threads > 1 and has_forked
 assert np.allclose(compute()[0], expected, rtol=1e-12)
 executor.shutdown()
-with ParallelExecutor(devices=["cpu"]) as again:
-    assert np.allclose(again.run(compute)[0][0], expected, rtol=1e-12)
 """
 CELLS = [
-    "import os\nfrom distman import ParallelExecutor, WorkerError, parallelize_on_gpus\nfactor = 3",
+    "import os\nfrom distman import ParallelExecutor, WorkerError\nfactor = 3",
     "executor = ParallelExecutor(devices=['cpu', 'cpu'])\nexecutor.run(lambda device, x: x * factor, 2)",
-    "@parallelize_on_gpus()\ndef triple(device, x):\n    return x * factor\nset(triple(4))",
     "factor = 5\nexecutor.run(lambda device, x: x * factor, 2)",
     "try:\n    executor.run(lambda device: os._exit(3))\nexcept WorkerError as error:\n    code = error.exit_code",
     "code",
-    "executor.shutdown()\ntriple.shutdown()",
+    "executor.shutdown()",
 ]
 
 
@@ -122,13 +118,11 @@ def test_functions_typed_at_a_prompt(type_in):
 
 def test_functions_of_a_notebook(tmp_path):
     shown = outputs_of_cells(CELLS, tmp_path)
-    assert [output.get("data", output).get("text/plain") for output in shown] == ["[6, 6]", "{12}", "[10, 10]", "3"], (
-        shown
-    )
+    assert [output.get("data", output).get("text/plain") for output in shown] == ["[6, 6]", "[10, 10]", "3"], shown
 
 
-def test_nothing_of_the_program_is_in_the_workers(type_in):
-    assert type_in(USED, OMP_NUM_THREADS="2") == "not yet written"
+def test_nothing_of_the_program_is_in_the_workers(run_program):
+    assert run_program("import torch; torch.set_num_threads(2)" + USED) == "not yet written"
 
 
 def test_a_server_that_is_about_to_be_gone_is_replaced(monkeypatch):
