@@ -35,16 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"distman env: {error}", file=sys.stderr)
         return 1
     if arguments.json:
-        print(_as_json(detection, protection, warnings))
+        said = {"protected_by": protection.protected_by, "explanation": detection.explanation, "warnings": warnings}
+        print(json.dumps({**dataclasses.asdict(detection.environment), **said}, indent=2))
     else:
         print_text(_as_text(detection, protection, warnings))
     return 1 if warnings and arguments.strict else 0
-
-
-def _as_json(detection: Detection, protection: Protection, warnings: Sequence[str]) -> str:
-    fields = dataclasses.asdict(detection.environment)
-    told = {"protected_by": protection.protected_by, "explanation": detection.explanation, "warnings": warnings}
-    return json.dumps({**fields, **told}, indent=2)
 
 
 def _as_text(detection: Detection, protection: Protection, warnings: Sequence[str]) -> str:

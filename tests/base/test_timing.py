@@ -20,10 +20,8 @@ LONGER = (
     (timing.RENDEZVOUS_TIMEOUT, timing.JOIN_PROGRESS_EVERY),  # the missing ranks are named before the ranks give up
     (timing.RENDEZVOUS_TIMEOUT, timing.WALLS_QUIET),
     (timing.RENDEZVOUS_TIMEOUT, timing.FIND_QUIET),
-    (
-        timing.SILENCE_TIMEOUT,
-        timing.UNREACHABLE_UNWATCHED,
-    ),  # a host that is gone is found before the silence of its ranks
+    # a host that is gone is found before the silence of its ranks
+    (timing.SILENCE_TIMEOUT, timing.UNREACHABLE_UNWATCHED),
     (timing.SILENCE_TIMEOUT, timing.BENCH_COLLECTIVE),  # a slow operation ends the measurement, not the job
     (timing.HANG_TIMEOUT, timing.MUTUAL_WAIT),  # what cannot end is found before it is reported as a hang
     (timing.MUTUAL_WAIT, timing.WATCH_EVERY),
@@ -37,10 +35,8 @@ LONGER = (
     (timing.JOINT_WAIT, timing.JOINT_RAISE),
     (timing.CANCEL, timing.STAY_TO_BE_READ),  # the other ranks have read why before they are ended
     (timing.FAILURE_GRACE_NATIVE, timing.FAILURE_GRACE),
-    (
-        timing.END_OF_WORK,
-        timing.PARTS_AFTER_FAILURE,
-    ),  # what waits for parts of a checkpoint gives up before it is given up
+    # what waits for parts of a checkpoint gives up before it is given up
+    (timing.END_OF_WORK, timing.PARTS_AFTER_FAILURE),
     (timing.STRAGGLERS, timing.END_OF_WORK),
     (timing.STRAGGLERS, timing.FAILURE_GRACE),
     (timing.END_OF_PROCESS, timing.PRINT),  # an error is printed, and published, before its process is cut off
