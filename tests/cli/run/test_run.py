@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -111,7 +112,6 @@ def test_an_error_is_told_once_at_the_end_with_the_exit_code_of_the_guilty(scrip
     ]
 
 
-@pytest.mark.usefixtures("preloaded_ranks")
 def test_a_death_is_told(script):
     path = script(
         """
@@ -282,7 +282,8 @@ def test_what_a_rank_raises_after_the_failure_of_another_is_told_too(script):
     assert "distman run: rank 3 failed" in done.stderr
     for rank in range(3):
         assert f"rank {rank} failed too (exit code 1): FileNotFoundError: [Errno 2] " in done.stderr
-        shown = [line for line in done.stderr.splitlines() if line.startswith(f"{rank}: ")]
+        # Torch may log that the connection to the rank that failed is gone.
+        shown = re.findall(rf"^{rank}: (?!\[[EW]\d{{4}} ).*$", done.stderr, re.MULTILINE)
         assert any(line.endswith(", in <module>") for line in shown)
         assert shown[-1].endswith("FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/state.pt'")
 
