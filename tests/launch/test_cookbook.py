@@ -310,7 +310,7 @@ def probability_to_be_left(distance, catches):
 
 def test_a_search(preloaded_torchrun):
     command = ("sweep.py", "--steps", 15)
-    table = alone(*command)
+    table = alone(*command, "--workers", 1)
     assert output_of(preloaded_torchrun.run(*words(*command), ranks=2, timeout=LIMIT)) == table
     assert table.count("ValueError: Invalid learning rate: -1.0") == 2
     best = re.search(r"best: rate (\S+), width 32, accuracy (\S+)\n", table)

@@ -152,9 +152,10 @@ def test_python_runs(page, number, tmp_path):
     assert_shown(script.output, finished.stdout)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.is_test for block in blocks(page))], ids=name_of)
-def test_tests_pass_or_fail_as_shown(page, tmp_path):
-    tests = {f"test_{i}.py": block for i, block in enumerate(blocks(page)) if block.is_test}
+def test_tests_pass_or_fail_as_shown(tmp_path):
+    tests = {
+        f"test_{page.stem}_{i}.py": block for page in PAGES for i, block in enumerate(blocks(page)) if block.is_test
+    }
     for name, block in tests.items():
         (tmp_path / name).write_text(block.text)
     finished = launch([PYTHON, "-m", "pytest", "-rA", "-c", "/dev/null", "--rootdir=."], timeout=LIMIT, cwd=tmp_path)

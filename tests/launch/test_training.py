@@ -9,7 +9,7 @@ import torch
 from .preloaded import PYTHON
 
 DIGITS = Path(__file__).parents[2] / "docs" / "examples" / "digits.py"
-EPOCHS = 8
+EPOCHS = 6
 LIMIT = 120
 EX_TEMPFAIL = 75
 

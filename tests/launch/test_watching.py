@@ -319,8 +319,9 @@ def test_all_blame_the_rank_that_failed(free_port, fault):
     assert {rank.stdout.partition(": ")[2] for rank in finished} == {f"blames {failing}\n"}, drawn
 
 
-@pytest.mark.parametrize("through", ["", "cleanup"])
-@pytest.mark.parametrize(("status", "code"), [("3", 3), ("text", 1), ("list", 1)])
+@pytest.mark.parametrize(
+    ("status", "code", "through"), [("3", 3, ""), ("3", 3, "cleanup"), ("text", 1, "cleanup"), ("list", 1, "")]
+)
 def test_an_exit_code_is_told_whatever_it_is_made_of(free_port, status, code, through):
     with Job(free_port, "exit_of_rank_1", status, through) as job:
         finished = job.wait()
