@@ -138,16 +138,16 @@ REFUSED = {
 
 
 @pytest.mark.gloo_only("what the guard says does not depend on the backend")
-@pytest.mark.parametrize("name", REFUSED)
 @ranks(4)
-def test_functions_that_mix_positions_are_refused(name):
+def test_functions_that_mix_positions_are_refused():
     shape_mesh(4)
-    function, message = REFUSED[name]
-    model = decompose(Calling(function), DIMS)
-    with pytest.raises(ValueError, match=rf"(?s)functions in a decomposed module must not mix positions.*{message}"):
-        model(torch.ones(2, 1, 4, 4))
-    assert torch.equal(torch.ones(2).flip(0), torch.ones(2))  # nothing is refused afterwards
-    assert all_gather_objects(name) == [name] * 4
+    for name, (function, message) in REFUSED.items():
+        model = decompose(Calling(function), DIMS)
+        must = rf"(?s)functions in a decomposed module must not mix positions.*{message}"
+        with pytest.raises(ValueError, match=must):
+            model(torch.ones(2, 1, 4, 4))
+        assert torch.equal(torch.ones(2).flip(0), torch.ones(2))  # nothing is refused afterwards
+        assert all_gather_objects(name) == [name] * 4
 
 
 ALLOWED = {

@@ -69,10 +69,11 @@ def check_drawn_case(rank, world_size, seed):
     check_against_one_process(reduced, adjoint, padded, rank, different_on_each)
 
 
-@pytest.mark.parametrize("seed", range(NUM_DRAWN))
+@pytest.mark.parametrize("first", range(0, NUM_DRAWN, 10))
 @ranks(1, 2, 3, 4)
-def test_equals_padding_on_one_process(rank, world_size, seed):
-    check_drawn_case(rank, world_size, seed)
+def test_equals_padding_on_one_process(rank, world_size, first):
+    for seed in range(first, first + 10):
+        check_drawn_case(rank, world_size, seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -178,14 +179,12 @@ MISUSE = {
 }
 
 
-@pytest.mark.parametrize("name", MISUSE)
 @ranks(2)
-def test_wrong_arguments_are_refused_on_all_ranks(name):
-    arguments, message = MISUSE[name]
-    shard = torch.ones(2, 4)
-    with pytest.raises(ValueError, match=message):
-        halo_exchange(shard, **{"halo": 1, "dim": 1, **arguments})
-    assert all_gather_objects(name) == [name] * 2  # the group is as good as before
+def test_wrong_arguments_are_refused_on_all_ranks():
+    for name, (arguments, message) in MISUSE.items():
+        with pytest.raises(ValueError, match=message):
+            halo_exchange(torch.ones(2, 4), **{"halo": 1, "dim": 1, **arguments})
+        assert all_gather_objects(name) == [name] * 2  # the group is as good as before
 
 
 @ranks(2)
