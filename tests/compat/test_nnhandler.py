@@ -683,6 +683,7 @@ def test_initialized_already(rank):
 
 
 def test_a_process_that_a_rank_has_started_is_alone(monkeypatch):
+    _process_state.reset()  # another test of this process may have left a manager
     monkeypatch.setattr(_ddp, "is_started_by_rank", lambda _: True)
     for name, value in fake_environment("env", tasks=2)[0].items():
         monkeypatch.setenv(name, value)

@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import distman
+from distman._base.process_state import reset
 from distman.compat import physicsnemo
 from distman.compat.physicsnemo import (
     DistributedManager,
@@ -273,14 +274,14 @@ def test_manager(rank, world_size):
 
 
 @ranks(1, 2, manager=False)
-@pytest.mark.parametrize("reset", [DistributedManager, distman.DistributedManager], ids=["theirs", "ours"])
-def test_a_new_state_is_that_of_all_managers(rank, world_size, reset):
+@pytest.mark.parametrize("forgets", [DistributedManager, distman.DistributedManager], ids=["theirs", "ours"])
+def test_a_new_state_is_that_of_all_managers(rank, world_size, forgets):
     managers = DistributedManager, distman.DistributedManager
     for first in (*managers, *managers):
         first.initialize()
         assert [manager().rank for manager in managers] == [rank, rank]
         assert physicsnemo.reduce_loss(1.0, mean=False) == (world_size if rank == 0 else None)
-        reset._shared_state = {}
+        forgets._shared_state = {}
         assert not any(manager.is_initialized() for manager in managers)
         for manager in managers:
             with pytest.raises(distman.NotInitializedError):
@@ -373,6 +374,7 @@ def test_under_its_old_name(variables, said):
 
 
 def test_wrong_method(monkeypatch):
+    reset()  # another test of this process may have left a manager
     monkeypatch.setenv("PHYSICSNEMO_DISTRIBUTED_INITIALIZATION_METHOD", "MPICH")
     with pytest.raises(RuntimeError, match="ENV, SLURM, OPENMPI, got 'MPICH'"):
         DistributedManager.initialize()
