@@ -17,13 +17,6 @@ _SHOWN_BYTES = 100_000
 _LIBC = ctypes.CDLL(None)  # once: it takes as long as a whole call of an executor
 
 
-def open_stacks() -> int:
-    """Return the file descriptor of a file in memory, to which a worker's stacks are appended."""
-    descriptor = os.memfd_create("distman-stacks")
-    append_only(descriptor)
-    return descriptor
-
-
 def append_only(descriptor: int) -> None:
     """Let writing processes append, also after the file was emptied."""
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)

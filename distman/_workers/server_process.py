@@ -17,7 +17,7 @@ from distman._base import timing
 from distman._base.interpreter import environment, options as own_options, program
 from distman._base.text import printable_lines
 from distman._workers.fork_server import NUMBER, SHOW_STACKS
-from distman._workers.output import open_stacks, read_output
+from distman._workers.output import append_only, read_output
 from distman._workers.sockets import is_readable, socket_pair
 
 W = TypeVar("W")
@@ -97,47 +97,36 @@ class ResidentServer:
 
     def __init__(self, start: Callable[[], ServerProcess]) -> None:
         self._start = start
-        self._lock = threading.Lock()
-        self._server: ServerProcess | None = None
+        self._lock = threading.RLock()
+        self.process: ServerProcess | None = None
 
-    @property
-    def process(self) -> ServerProcess | None:
-        """The server, None if there is none."""
-        return self._server
-
-    def open(self) -> None:
-        """Start the server if there is none."""
+    def open(self) -> ServerProcess:
+        """Return the server; start it if there is none, or no longer."""
         with self._lock:
-            self._open()
+            if self.process is not None and self.process.has_ended:
+                self.close()
+            if self.process is None:
+                self.process = self._start()
+            return self.process
 
     def start_worker(self, make: Callable[[ServerProcess], W]) -> W:
         with self._lock:
-            is_new = self._server is None
+            is_new = self.process is None
             try:
-                return make(self._open())
+                return make(self.open())
             except WorkerStartError:
                 if is_new:
                     raise
             # The server was killed a moment ago, and its sockets close one after the other.
-            self._close()
-            return make(self._open())
-
-    def _open(self) -> ServerProcess:
-        if self._server is not None and self._server.has_ended:
-            self._close()
-        if self._server is None:
-            self._server = self._start()
-        return self._server
+            self.close()
+            return make(self.open())
 
     def close(self) -> None:
         """End the server and its workers, and wait until they are gone; a second call does nothing."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
+            server, self.process = self.process, None
+            if server is not None:
+                server.close()
 
 
 class WorkerProcess:
@@ -150,7 +139,8 @@ class WorkerProcess:
         self.life, life = socket_pair()  # readable when the worker has ended
         try:
             with life, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._stacks = open_stacks()
+                self._stacks = os.memfd_create("distman-stacks")
+                append_only(self._stacks)
                 sent = [life.fileno(), self._stacks, *descriptors]
                 socket.send_fds(server.control, [json.dumps(settings).encode()], sent)
             self._await_start(server)

@@ -60,8 +60,9 @@ class Payload:
         if not self.buffers and len(self.stream) <= _INLINE_BYTES:
             yield None
             return
-        descriptor = _create_shared_memory(self.total_bytes)
+        descriptor = os.memfd_create("distman-executor")  # of any size, whatever that of /dev/shm
         try:
+            os.ftruncate(descriptor, self.total_bytes)
             self.write(_map_shared_memory(descriptor, self.total_bytes))
             yield descriptor
         finally:
@@ -154,23 +155,8 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _create_shared_memory(num_bytes: int) -> int:
-    """Return the file descriptor of new shared memory of at least one byte, whatever the size of ``/dev/shm``."""
-    descriptor = os.memfd_create("distman-executor")
-    try:
-        os.ftruncate(descriptor, num_bytes)
-    except BaseException:  # Ctrl-C too: nothing else refers to this memory
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 def _map_shared_memory(descriptor: int, num_bytes: int, *, is_private: bool = False) -> npt.NDArray[np.uint8]:
-    """Return the memory behind a file descriptor, which may be closed afterwards.
-
-    The mapping lasts as long as the array and its views. What is written to a private one stays unseen by the other
-    processes.
-    """
+    """Return the memory behind a file descriptor, which may be closed before the array and its views are gone."""
     # torch maps without keeping a descriptor open; Python's mmap keeps one for each mapping.
     storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", not is_private, num_bytes)
     array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()

@@ -61,24 +61,21 @@ def prepare() -> Iterator[Work]:
 
 
 def _work(settings: dict[str, Any], descriptors: Sequence[int]) -> None:
-    stacks, connection = descriptors
-    with socket.socket(fileno=connection) as program, contextlib.suppress(ConnectionError):
-        _serve(program, stacks, Settings(**settings))
-
-
-def _serve(program: socket.socket, stacks: int, settings: Settings) -> None:
     """Run the tasks that arrive over the connection until it closes; stacks are written on a crash or on request."""
+    stacks, connection = descriptors
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True, chain=True)  # then the signal ends the process
-    if torch.get_num_threads() != settings.num_threads:  # the call itself starts threads, even if nothing changes
-        torch.set_num_threads(settings.num_threads)
-    seed_generators(settings.seed)
-    send(program, Kind.VALUE, pack(None), None)  # the time of the first task begins now
-    while (message := receive(program)) is not None:
-        exit_code = _answer(program, message, torch.device(settings.device))
-        if exit_code is not None:
-            os._exit(exit_code)
-        del message
+    own = Settings(**settings)
+    if torch.get_num_threads() != own.num_threads:  # the call itself starts threads, even if nothing changes
+        torch.set_num_threads(own.num_threads)
+    seed_generators(own.seed)
+    with socket.socket(fileno=connection) as program, contextlib.suppress(ConnectionError):
+        send(program, Kind.VALUE, pack(None), None)  # the time of the first task begins now
+        while (message := receive(program)) is not None:
+            exit_code = _answer(program, message, torch.device(own.device))
+            if exit_code is not None:
+                os._exit(exit_code)
+            del message
 
 
 def _answer(program: socket.socket, message: Message, device: torch.device) -> int | None:
