@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from distman._base.text import printable, printable_lines
 from distman.testing._messages import RankReport, RankStatus
@@ -50,15 +50,8 @@ def has_failed(reports: Sequence[RankReport], dies: Sequence[int]) -> bool:
 def _echoes(reports: Sequence[RankReport], dies: Sequence[int]) -> set[int]:
     """Return the ranks that failed only because another one did; none if no other did."""
     echoes = {report.rank for report in reports if report.status is RankStatus.RAISED and _ECHO.search(report.headline)}
-    return echoes if _causes(reports, dies, echoes) else set()
-
-
-def _causes(reports: Sequence[RankReport], dies: Sequence[int], echoes: Collection[int]) -> list[RankReport]:
-    return [
-        report
-        for report in reports
-        if has_failed([report], dies) and report.status is not RankStatus.STOPPED and report.rank not in echoes
-    ]
+    others = [one for one in reports if one.rank not in echoes and one.status is not RankStatus.STOPPED]
+    return echoes if has_failed(others, dies) else set()
 
 
 def _line(report: RankReport, dies: Sequence[int], *, is_echo: bool) -> str:
