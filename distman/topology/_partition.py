@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import functools
 import hashlib
 import itertools
 import math
@@ -156,10 +155,11 @@ class GridPartition(Partition):
 
     grid: tuple[int, ...]  # lengths of the axes; the last one varies fastest with the rank
     along: tuple[bool, ...]  # whether blocks extend along an axis, for each axis
+    _strides: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
-    @functools.cached_property
-    def _strides(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.grid[axis + 1 :]) for axis in range(len(self.grid)))
+    def __post_init__(self) -> None:
+        strides = tuple(math.prod(self.grid[axis + 1 :]) for axis in range(len(self.grid)))
+        object.__setattr__(self, "_strides", strides)
 
     @classmethod
     def of(cls, grid: Sequence[int], along: Iterable[int]) -> GridPartition:
@@ -251,10 +251,12 @@ class ListedPartition(Partition):
     """Blocks of any sizes, given one by one."""
 
     listed: tuple[tuple[int, ...], ...]
+    _block_by_rank: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ordered = tuple(sorted(tuple(sorted(block)) for block in self.listed if block))
         object.__setattr__(self, "listed", ordered)
+        object.__setattr__(self, "_block_by_rank", {rank: block for block in ordered for rank in block})
         if sorted(itertools.chain(*ordered)) != list(range(self.world_size)):
             raise ValueError(
                 f"blocks must hold every rank from 0 to {self.world_size - 1} once, got {ordered}. List each rank in "
@@ -272,10 +274,6 @@ class ListedPartition(Partition):
     @property
     def key(self) -> str:
         return " ".join(str(list(block)) for block in self.listed)
-
-    @functools.cached_property
-    def _block_by_rank(self) -> dict[int, tuple[int, ...]]:
-        return {rank: block for block in self.listed for rank in block}
 
     def block_of(self, rank: int) -> tuple[int, ...]:
         return self._block_by_rank[rank]
