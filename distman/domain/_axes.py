@@ -66,12 +66,12 @@ class Axis:
 
 Layout = dict[int, Axis]  # the split dims of a tensor, counted from its end: -1 is the last
 
-layouts: MutableMapping[torch.Tensor, Layout] = WeakIdKeyDictionary()
+_layouts: MutableMapping[torch.Tensor, Layout] = WeakIdKeyDictionary()
 
 
 def find_layout(tensor: torch.Tensor) -> Layout | None:
     """Return how a tensor is split, {} if it is whole; None if nobody knows."""
-    found = layouts.get(tensor)
+    found = _layouts.get(tensor)
     is_wrapped = found is None and tensor.grad_fn is not None  # the many that FSDP gathers parameters by are not
     return _of_same_numbers(tensor) if is_wrapped else found
 
@@ -83,7 +83,7 @@ def _of_same_numbers(tensor: torch.Tensor) -> Layout | None:
     """
     found: Layout | None = None
     place = _place_of(tensor)
-    for other, layout in layouts.items():
+    for other, layout in _layouts.items():
         if _place_of(other) == place is not None:
             if found is not None and found != layout:
                 return None
@@ -103,6 +103,10 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 def layout_of(tensor: torch.Tensor) -> Layout:
     """Return how a tensor is split; empty if it is not, or nobody knows."""
     return find_layout(tensor) or {}
+
+
+def set_layout(tensor: torch.Tensor, layout: Layout) -> None:
+    _layouts[tensor] = layout
 
 
 def axes_of(tensor: torch.Tensor, layout: Layout, num_dims: int) -> Layout:

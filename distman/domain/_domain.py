@@ -25,8 +25,8 @@ from distman.domain._axes import (
     axes_of,
     find_layout,
     layout_of,
-    layouts,
     places,
+    set_layout,
 )
 from distman.domain._halo import Fetch
 from distman.errors import DistmanError
@@ -89,9 +89,9 @@ class Domain:
                         "alike."
                     )
         for tensor in tensors:
-            layouts[tensor] = {}
+            set_layout(tensor, {})
         for field, layout in zip(fields, found, strict=True):
-            layouts[field] = layout
+            set_layout(field, layout)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Domain:
         return Domain(self.dims)  # groups are not copied
@@ -117,7 +117,7 @@ class OnBlocks:
                 output, out_layout = super().forward(input), layout  # type: ignore[misc]  # that of torch's layer
             else:
                 output, out_layout = self.compute(input, layout)
-            layouts[output] = {dim: axis for dim, axis in out_layout.items() if axis.cuts}
+            set_layout(output, {dim: axis for dim, axis in out_layout.items() if axis.cuts})
         return output
 
     def _layout(self, input: torch.Tensor) -> Layout:
@@ -198,7 +198,7 @@ class Guard(TorchFunctionMode):
         found = find_layout(tensor)
         if found is None and (isinstance(tensor, torch.nn.Parameter) or id(tensor) in self._own):
             found = {}
-            layouts[tensor] = found  # to be found at once from now on
+            set_layout(tensor, found)  # to be found at once from now on
         return found
 
     @functools.cached_property
@@ -224,7 +224,7 @@ class Guard(TorchFunctionMode):
         result = func(*args, **kwargs)
         if layout is not None:
             for tensor in tensors_in(result):
-                layouts[tensor] = layout
+                set_layout(tensor, layout)
         return result
 
 
