@@ -38,6 +38,7 @@ OF_NO_ACCOUNT = {
     "torch.compile": "the same",
     "auto_save.load": "calls checkpoint.load, which is listed",
     "handler.sampler.load": "the same",
+    "self._archive.load": "the same",
     "checkpoint.load": "this package's own, which is listed by what it calls",
     "load": "the same",
 }
