@@ -205,7 +205,7 @@ class Connection:
         while missing > 0:
             self._pieces.extend(map(self._socket.recv, (min(max(missing, FEW_BYTES), MANY_BYTES),)))
             if not self._pieces[-1]:
-                raise self._gone("it has closed the connection")
+                raise ConnectionError(0, "it has closed the connection")
             missing -= len(self._pieces[-1])
 
 
