@@ -10,8 +10,8 @@ from distman._coordination import protocol
 from distman._job import start
 
 
-def kill_this_process(job, store, _):
-    while not all(store.check([protocol.beat(rank)]) for rank in range(job.world_size)):
+def kill_this_process(job, job_store):
+    while not all(job_store.store.check([protocol.beat(rank)]) for rank in range(job.world_size)):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
