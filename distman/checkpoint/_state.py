@@ -27,6 +27,7 @@ from distman.errors import CheckpointError
 _MAX_BITS = 2_000  # of an integer: torch's safe reader takes no pickled integer of more than 256 bytes
 _CHUNK_BYTES = 1 << 20  # read at once for a checksum: enough to hide the cost of a call, little beside any tensor
 _ARCHIVE = b"PK\x03\x04"  # by which torch tells its archives from what it wrote before version 1.6
+_FOLDER = 0x10  # attribute of an archive's entry, of which torch reads nothing then: the tensor is what memory held
 _NUM_OLD_PICKLES = 5  # at the beginning of the latter
 _ACTING = "torch.distributed."
 """Where the classes are that torch lets files make once it has sharded tensors, a mesh of new process groups too."""
@@ -321,6 +322,8 @@ def _check_sizes(entries: list[zipfile.ZipInfo], num_bytes: int) -> None:
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
             raise zipfile.BadZipFile(f"{printable(entry.filename)} is compressed, which torch never does")
+        if entry.external_attr & _FOLDER:
+            raise zipfile.BadZipFile(f"{printable(entry.filename)} is marked as a folder")
     if sum(entry.file_size for entry in entries) > num_bytes:
         raise zipfile.BadZipFile(f"its {len(entries)} parts are larger than the file")
 

@@ -1,6 +1,7 @@
 """Checkpoints that a stranger wrote: whatever stands in them, they are read and nothing else."""
 
 import argparse
+import contextlib
 import io
 import random
 import secrets
@@ -177,6 +178,19 @@ def test_what_is_damaged_is_refused_or_of_no_account(tmp_path, name):
         except CheckpointError:
             continue
         assert _is_state(found), f"seed {seed}, try {number}"
+
+
+def test_no_bit_of_what_an_archive_says_of_a_tensor_changes_it(tmp_path):
+    save(_STATE, tmp_path / "state.pt")
+    content = (tmp_path / "state.pt").read_bytes()
+    start = content.rindex(b"PK\1\2", 0, content.rindex(b"archive/data/0"))
+    for bit in range(8 * 46):
+        changed = bytearray(content)
+        changed[start + bit // 8] ^= 1 << bit % 8
+        (tmp_path / "state.pt").write_bytes(changed)
+        torch.full((2000,), 7.0)  # what memory holds that is given out next
+        with contextlib.suppress(CheckpointError):
+            assert _is_state(load(tmp_path / "state.pt", device="cpu")), bit
 
 
 def test_archives_that_hold_other_pickles_are_searched(tmp_path):
