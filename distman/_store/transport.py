@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _socket
+import errno
 from posix import O_RDONLY, close, geteuid, open, read
 from struct import Struct
 
@@ -35,7 +36,12 @@ def own_place(connected: _socket.socket) -> bytes:
 
 def other_place(connected: _socket.socket) -> bytes:
     """Return what a handshake calls the place that was dialled."""
-    return _place_of(connected.family, connected.getpeername())
+    try:
+        return _place_of(connected.family, connected.getpeername())
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:
+            raise
+        raise ConnectionResetError(errno.ECONNRESET, "it has ended the connection") from error  # as a later call says
 
 
 def _place_of(family: int, name: Any) -> bytes:
