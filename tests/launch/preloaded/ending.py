@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from contextlib import suppress
+from os import _exit  # a program may replace it, and its own may not work so late
 from pathlib import Path
 from types import ModuleType
 
@@ -51,10 +52,10 @@ class Last:
             sys.stdout.flush()
             sys.stderr.flush()
         except OSError:
-            os._exit(120)
+            _exit(120)
         except (AttributeError, ValueError):  # the program has closed them
             pass
-        os._exit(self.code & 0xFF)
+        _exit(self.code & 0xFF)
 
 
 def native_threads() -> "set[str]":
