@@ -21,7 +21,7 @@ from distman._base import timing
 from distman._base.text import Line, printable
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.delivery import error_in_hand
-from distman._coordination.failure.record import FailureRecord, Place
+from distman._coordination.failure.record import EXITED, FailureRecord, Place
 from distman._coordination.messages import count, decode, decode_at_once, encode, read_at_once
 from distman._coordination.monitor.refusals import progress
 from distman._coordination.tracking import Call, StoreWait, TrackedWait
@@ -88,7 +88,11 @@ class _Wait:
     def tell(self, me: Place) -> _Told:
         (group, number), text, line = self.what.place, self.what.text, self._line
         operation = self.tracked.operation if self.tracked is not None else text
-        error = error_in_hand(self.thread)
+        error, is_main = error_in_hand(self.thread), self.thread == threading.main_thread().ident
+        failure = None if error is None or isinstance(error, _NO_CAUSE) else FailureRecord.of(error, me.rank)
+        if failure is not None and failure.error_type == EXITED and not is_main:  # it ends the thread, not the program
+            text = f"ended a thread by sys.exit() or SystemExit: {error}"
+            failure = dataclasses.replace(failure, error_type=SystemExit.__name__, error_text=text)
         self.told = _Told(
             key=_key(group, number, text),
             text=text,
@@ -99,10 +103,10 @@ class _Wait:
             number=number,
             is_of_torch=isinstance(self.what, TorchWait),
             is_message=isinstance(self.what, TorchWait) and self.what.is_message,
-            is_threaded=tracking.is_threaded() or self.thread != threading.main_thread().ident,
+            is_threaded=tracking.is_threaded() or not is_main,
             begun=progress(),
             begun_in_torch=operations_begun(),
-            error=None if error is None or isinstance(error, _NO_CAUSE) else FailureRecord.of(error, me.rank),
+            error=failure,
         )
         return self.told
 

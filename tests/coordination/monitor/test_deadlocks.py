@@ -124,7 +124,7 @@ def test_it_waits_no_longer_where_the_others_survive(monkeypatch, tmp_path, rank
 @pytest.mark.parametrize("code", [3, True, "no data", [1]], ids=repr)
 @ranks(3, manager=False)
 def test_so_it_is_where_the_rank_exits(monkeypatch, tmp_path, rank, code):
-    one, other = random.Random(repr(code)).choice(WITH_ERROR)  # noqa: S311
+    one, other = random.Random(repr(code)).choice(WITH_ERROR)  # noqa: S311 - draws a case
     begin(monkeypatch, tmp_path)
     if rank == 1:
         with pytest.raises(SystemExit) as caught:
@@ -134,6 +134,19 @@ def test_so_it_is_where_the_rank_exits(monkeypatch, tmp_path, rank, code):
         end = f"{3 if code == 3 else 1}, by .*{': no data' if code == 'no data' else 'SystemExit.'}"
         with pytest.raises(JobFailed, match=rf"rank 1 .* ended with exit code {end}"):
             ALL[other]()
+
+
+@ranks(3, manager=False)
+def test_a_rank_one_of_whose_threads_exits_has_failed_too(monkeypatch, tmp_path, rank):
+    begin(monkeypatch, tmp_path)
+    with surviving_failure() as failure:
+        if rank == 1:
+            with contextlib.suppress(SystemExit):
+                in_a_thread(lambda: fail_and_then(ALL["all_gather_v"], SystemExit("boom")))
+            threading.Event().wait(60)
+        DistributedManager().barrier()
+    assert "rank 1" in str(failure.error)
+    assert "ended a thread by sys.exit() or SystemExit: boom" in str(failure.error)
 
 
 @pytest.mark.parametrize("one", sorted(FOR_SOME))
