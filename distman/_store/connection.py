@@ -86,7 +86,7 @@ class Connection:
         _connections.add(self)
 
     def call(self, operation: int, *fields: bytes) -> bytes:
-        """Return the value of the reply to a request, if it has one; the errors above say why there is none."""
+        """Return the value of the reply to a request, empty if it has no reply; raise one of the errors above."""
         return value_of(*self._take_turn(operation, fields))
 
     def raise_if_lost(self) -> None:

@@ -101,7 +101,7 @@ class ResidentServer:
         self.process: ServerProcess | None = None
 
     def open(self) -> ServerProcess:
-        """Return the server; start it if there is none, or no longer."""
+        """Return the server; start one if none is running."""
         with self._lock:
             if self.process is not None and self.process.has_ended:
                 self.close()

@@ -33,7 +33,7 @@ class SumInRankOrder:
             self._total += self._own
 
     def result(self) -> torch.Tensor:
-        total = self._total if self._total is not None else self._new().copy_(self._own)  # there are no others
+        total = self._total if self._total is not None else self._new().copy_(self._own)  # of the only rank
         return total.to(self._own.dtype)
 
     def _new(self) -> torch.Tensor:

@@ -115,7 +115,7 @@ def decompose(module: nn.Module, dims: Dims, *, check: torch.Tensor | None = Non
             layer.__class__ = _LAYERS[type(layer)]
             layer._domain = domain  # type: ignore[assignment]  # no module, nor parameter
     module.__class__ = _root(type(module))
-    module._domain = domain  # type: ignore[assignment]  # as above
+    module._domain = domain  # type: ignore[assignment]  # no module, nor parameter
     return module
 
 

@@ -84,7 +84,7 @@ class Setup:
             monitors = isinstance(one.scheduler, ReduceLROnPlateau) and one.monitor.startswith("val_")
             if monitors and self.val_data is None:
                 raise DistmanError(
-                    f"ReduceLROnPlateau monitors {one.monitor}, but there are no data to validate with. Call "
+                    f"ReduceLROnPlateau monitors {one.monitor}, but the handler has no data to validate with. Call "
                     "set_val_loader(), or set_scheduler(..., monitor='loss')."
                 )
         return Schedules(self.required_optimizers(), self.schedulings)

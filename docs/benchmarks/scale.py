@@ -60,7 +60,7 @@ class Calls:
             self.received += len(reply)
             return reply
 
-        Connection.call = counted_call  # type: ignore[method-assign]
+        Connection.call = counted_call  # type: ignore[method-assign]  # to count what goes over it
 
 
 def start(way: str) -> None:

@@ -16,7 +16,7 @@ def test_schedulers_step_with_steps_or_epochs(world_size):
         assert handler.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * expected)
     handler.set_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=1e6)
     with pytest.raises(
-        DistmanError, match="ReduceLROnPlateau monitors val_loss, but there are no data to validate with"
+        DistmanError, match="ReduceLROnPlateau monitors val_loss, but the handler has no data to validate with"
     ):
         handler.train(4)
     handler.set_val_loader(regression(), batch_size=8)

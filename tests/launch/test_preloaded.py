@@ -45,7 +45,7 @@ def test_what_cannot_be_written_at_the_end_is_an_exit_code():
     assert launch(command).returncode == 120
 
 
-def test_limits_and_cores_are_those_of_whoever_stands_for_it():
+def test_limits_and_cores_are_those_of_its_client():
     code = "import os, resource; print(os.sched_getaffinity(0), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     assert launch(["taskset", "-c", "0", "prlimit", "--nofile=100", PYTHON, "-c", code]).stdout == "{0} 100 100\n"
 

@@ -31,7 +31,7 @@ START = """
 import server
 try:
     server.main()
-except BaseException as error:
+except BaseException as error:  # of the program in the fork, however it ends
     server.hide_server(error)
     raise
 """
