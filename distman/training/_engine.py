@@ -117,6 +117,7 @@ class Engine:
         """Average the gradients of what is trained now: a callback may have frozen a part. Collective."""
         if self._wraps:
             self.model.wrap()
+            self.model.sort_buckets()
         else:
             self.model.unwrap()
 

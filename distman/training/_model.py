@@ -61,7 +61,7 @@ class TrainedModel:
         self.is_sharded = strategy == "fsdp" and bool(units(self.module))
         self._ddp_options = {} if strategy == "fsdp" else self._options
         self.average: Average | None = None
-        self._is_training = self._is_evaluated = self._is_used = False
+        self._is_training = self._is_evaluated = self._is_used = self._is_sorted = False
         self._trained = self._trainable() if self.is_sharded else []
         if self.is_sharded:
             self.module.register_forward_pre_hook(self._refuse, prepend=True)
@@ -96,7 +96,7 @@ class TrainedModel:
             self.wrapped = DistributedManager().wrap_ddp(self.module, **options)
         if isinstance(self.wrapped, DistributedDataParallel):
             self.wrapped.register_forward_pre_hook(self._refuse)
-            self._sort_buckets(self.wrapped)
+            self._is_sorted = False
 
     def forget_step(self) -> None:
         if self.is_sharded:
@@ -138,13 +138,16 @@ class TrainedModel:
                 "DDP_FIND_UNUSED_PARAMETERS=1."
             ) from error
 
-    def _sort_buckets(self, wrapped: DistributedDataParallel) -> None:
+    def sort_buckets(self) -> None:
         """Let DistributedDataParallel sort its buckets once and for all, in the reverse order of the parameters.
 
         It sorts them after the first backward pass, in the order of its gradients, and the last bits of the sums depend
         on it. A run that is resumed would have other buckets in its first step, so each run makes a pass of its own
         first, with gradients of zero.
         """
+        wrapped = self.wrapped
+        if self._is_sorted or not isinstance(wrapped, DistributedDataParallel):
+            return
         if wrapped.find_unused_parameters or wrapped.static_graph:  # does not, or learns the graph from this pass
             return
         wrapped.module = _ZeroGradients(self.module, self._trained)
@@ -154,6 +157,7 @@ class TrainedModel:
         finally:
             wrapped.module = self.module
         self.module.zero_grad()
+        self._is_sorted = True
 
     def without_synchronization(self) -> AbstractContextManager[None]:
         if isinstance(self.wrapped, DistributedDataParallel):
@@ -248,7 +252,8 @@ class TrainedModel:
     def evaluated_state(self) -> dict[str, Any]:
         """Return the average, if one is kept, else weights and buffers; under the names of the bare model."""
         if self.is_sharded and self.average is not None:
-            return model_state(self.module) | self.average.state()
+            averages = {without_compiled(name): value for name, value in self.average.state().items()}
+            return model_state(self.module) | averages
         return model_state(self.evaluated)
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:

@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -216,3 +219,35 @@ def test_parameters_without_a_gradient_are_named():
     handler.set_train_loader(regression(), batch_size=8)
     with pytest.raises(DistmanError, match=r"got none for unused\.weight, unused\.bias in the step before. Freeze"):
         handler.train(1)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@ranks(2)
+def test_a_handler_that_predicts_computes_no_gradient(mode):
+    calls = []
+
+    class Hooked(nn.Linear):
+        def __init__(self):
+            super().__init__(1, 1)
+            self.weight.register_hook(calls.append)
+
+    with mode():
+        outputs = NNHandler(nn.Linear, in_features=1, out_features=1).predict(torch.ones(4, 1), all_ranks=True)
+        assert outputs.shape == (4, 1)
+    NNHandler(Hooked).predict(torch.ones(4, 1))
+    assert not calls
+
+
+@ranks(1)
+def test_a_handler_that_has_not_trained_is_freed_with_its_last_reference():
+    handler = make_handler(8)
+    handler.add_callback(Recorder([]))
+    handler.predict(regression().tensors[0])
+    module = weakref.ref(handler.module)
+    gc.collect()
+    gc.disable()
+    try:
+        del handler
+        assert module() is None
+    finally:
+        gc.enable()
