@@ -286,7 +286,7 @@ def _read_sharded(path: str | os.PathLike[str], module: torch.nn.Module, names: 
             return value
         return parts.setdefault(value[1], _empty_part(*found[f"{_PARTS}.{value[1]}"], module))
 
-    state = map_state({name: rest[name] for name in names}, make_room)
+    state = map_state({name: rest[name] for name in names if name in rest}, make_room)
     if parts:
         checkpoint.load_sharded({_PARTS: parts}, path)
     return state

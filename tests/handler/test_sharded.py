@@ -1,5 +1,6 @@
 """A training with a sharded model is that of ranks which have the whole model each, and that of one process."""
 
+import io
 import json
 import warnings
 
@@ -318,6 +319,43 @@ def test_resumed_after_any_save_it_is_the_training_that_was_never_cut_off(tmp_pa
     made = NNHandler(Small, strategy="fsdp")
     made.load(kept)
     assert (made.num_steps, made.history["loss"]) == (24 // world_size, handler.history["loss"][:2])
+
+
+class PartlyCompiled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.compile(nn.Linear(3, 3), backend="eager")
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, inputs):
+        return self.last(self.first(inputs))
+
+
+@pytest.mark.torch("2.12")
+@ranks(2)
+def test_the_average_of_a_part_that_is_compiled_has_its_bare_name(tmp_path):
+    handler = NNHandler(PartlyCompiled, seed=0, strategy="fsdp")
+    handler.set_optimizer(torch.optim.SGD, lr=0.5)
+    handler.set_loss_fn(nn.functional.mse_loss)
+    handler.set_train_loader(torch.utils.data.TensorDataset(torch.randn(8, 3), torch.ones(8, 1)), batch_size=2)
+    handler.train(1, ema_decay=0.9)
+    inputs = torch.arange(12.0).reshape(4, 3)
+    expected = handler.predict(inputs, all_ranks=True)
+    handler.export(tmp_path / "weights.pt")
+    plain = PartlyCompiled()
+    plain.first = nn.Linear(3, 3)
+    plain.load_state_dict(load(tmp_path / "weights.pt"))
+    torch.testing.assert_close(plain(inputs), expected)
+
+
+@ranks(1)
+def test_a_folder_that_lacks_a_part_is_refused_by_its_name(tmp_path):
+    file = io.BytesIO()
+    torch.save({"model": {}, "history": {}}, file)
+    rest = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    save_sharded({"parts": {"weight": torch.ones(2)}, "rest": rest}, tmp_path / "folder")
+    with pytest.raises(CheckpointError, match=r"has no .*training"):
+        make_handler(GLOBAL_BATCH).load(tmp_path / "folder")
 
 
 @pytest.mark.torch("2.12")
