@@ -226,8 +226,8 @@ class Callbacks:
     calls the others, and none twice.
     """
 
-    def __init__(self, handler: NNHandler) -> None:
-        self._handler = handler
+    def __init__(self) -> None:
+        self.handler: NNHandler  # set as a training begins: before, it is freed with its last reference
         self._first: list[Callback] = []
         self._last: list[Callback] = []
         self._called: dict[str, list[int]] = {}  # indices, for what has happened since the latest step, or epoch
@@ -249,11 +249,11 @@ class Callbacks:
 
     def emit_rest(self, event: str, *args: Any) -> None:
         """Call the callbacks that have not been called for an event since :meth:`begin`."""
+        called = self._called.setdefault(event, [])
         for index, callback in enumerate(self):
-            called = self._called.setdefault(event, [])
             if index not in called:
                 called.append(index)
-                getattr(callback, event)(self._handler, *args)
+                getattr(callback, event)(self.handler, *args)
 
     def begin(self) -> None:
         """Forget which have been called: a step or an epoch is over, and its events begin."""

@@ -129,7 +129,7 @@ class NNHandler:
         if seed is not None:
             seed_generators(seed_of(seed, manager.rank))
         self._model, self._seed = model, seed or 0
-        self._setup, self._callbacks = Setup(), Callbacks(self)
+        self._setup, self._callbacks = Setup(), Callbacks()
         self._reporter = Reporter(logger_mode, Path(log_file))
         self._archive = Archive(model, self._callbacks, self._reporter)
         self._dtype: torch.dtype | None = None  # of mixed precision, as in the latest training

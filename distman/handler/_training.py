@@ -93,7 +93,7 @@ class Training:
         limits: Limits,
     ) -> None:
         self._handler, self.engine, self._learn = handler, engine, _learning(setup, engine)
-        engine.emit = callbacks.emit
+        engine.emit, callbacks.handler = callbacks.emit, handler
         self._data, self._source, self._schedules = setup.train_data, setup.make_source(), setup.make_schedules()
         self._new_accumulators = Numbers if setup.step is not None else functools.partial(Accumulators, setup.metrics)
         self._accumulators: Accumulators = self._new_accumulators()
@@ -278,6 +278,9 @@ class Training:
     def _take_step(self, steps: Sequence[Step]) -> bool:
         """Learn from some batches; return False if that was left out."""
         engine, accumulators, found = self.engine, self._accumulators, []
+        rates = (
+            self._schedules.learning_rates if self._step_records.are_kept else {}
+        )  # a step of one's own may set them
         with closing(engine.window(steps)) as batches:
             for batch, step in zip(batches, steps, strict=True):
                 outcome = self._learn(batch)
@@ -294,8 +297,8 @@ class Training:
         self._is_whole = True
         if not engine.is_taken:
             return False
-        if self._step_records.are_kept:  # before a schedule changes the rates that the step was taken with
-            record = {"step": float(engine.num_steps), "epoch": float(self.epoch), **self._schedules.learning_rates}
+        if self._step_records.are_kept:
+            record = {"step": float(engine.num_steps), "epoch": float(self.epoch), **rates}
             self._step_records.add(TakenStep(record, steps, found, engine.norm))
         self._schedules.after_step(engine.num_taken)
         self._callbacks.begin()

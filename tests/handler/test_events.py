@@ -8,7 +8,7 @@ from distman import DistributedManager, on_rank
 from distman.collectives import all_gather_objects
 from distman.errors import DistmanError
 from distman.handler import Callback
-from distman.handler._events import EVENTS
+from distman.handler._events import EVENTS, Callbacks
 from distman.testing import ranks
 
 from ..test_docs import REPOSITORY
@@ -222,3 +222,22 @@ def test_the_table_of_events_has_all_with_their_arguments():
     for name, event in EVENTS.items():
         arguments = ", ".join([*inspect.signature(event).parameters][1:])
         assert f"`{name}({arguments})`" in page
+
+
+def test_a_callback_that_is_new_is_not_called_for_what_it_has_missed():
+    events = []
+
+    class Later(Callback):
+        def on_epoch_end(self, handler, record):
+            events.append(record)
+
+    before, after = Callbacks(), Callbacks()
+    before.emit_rest("on_epoch_end", {"epoch": 0})
+    after.handler = None
+    after.add(Later(), is_last=False)
+    after.set_called(before.called())
+    after.emit_rest("on_epoch_end", {"epoch": 0})
+    assert not events
+    after.begin()
+    after.emit_rest("on_epoch_end", {"epoch": 1})
+    assert events == [{"epoch": 1}]

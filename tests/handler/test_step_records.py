@@ -43,6 +43,26 @@ def test_each_step_has_its_numbers_the_same_on_all_ranks(world_size):
     assert all_gather_objects(records.records) == [records.records] * world_size
 
 
+@ranks(1)
+def test_the_rate_is_that_of_the_step_where_a_step_of_ones_own_sets_the_next_one():
+    handler = make_handler(GLOBAL_BATCH)
+    used = []
+
+    def step(stepper, batch):
+        stepper.backward(torch.nn.functional.mse_loss(handler.module(batch[0]), batch[1]))
+        (group,) = handler.optimizer.param_groups
+        used.append(group["lr"])
+        stepper.step()
+        group["lr"] /= 2
+
+    handler.set_step(step)
+    records = Records()
+    handler.add_callback(records)
+    handler.train(1)
+    assert records["lr"] == used
+    assert len({*used}) > 2
+
+
 @ranks(2)
 def test_one_rank_may_ask_alone_and_has_what_was_before_an_error(rank):
     handler = make_handler(8, lr=1e200)
