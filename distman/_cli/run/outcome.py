@@ -102,7 +102,8 @@ class Outcome:
         if failure is None:
             return 0
         codes = [one.exit_code for one in self.ranks if one.rank == failure.rank and not one.was_ended]
-        return next((code if code > 0 else OF_A_SHELL - code for code in codes if code), 1)
+        # One rank alone cannot ask for the job to be started again.
+        return next((code if code > 0 else OF_A_SHELL - code for code in codes if code not in (0, WANTS_RESTART)), 1)
 
     def to_json(self) -> str:
         """Return what tools read: the failure, and how each rank ended."""

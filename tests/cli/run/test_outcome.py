@@ -153,3 +153,8 @@ def test_the_log_of_a_rank_that_ended_with_the_others_names_the_one_that_failed(
     )
     assert ended(0, 1, own=record(0), first=record(1)).last_words() == record(0).traceback_text
     assert ended(0, 1).last_words() == ""
+
+
+def test_one_rank_alone_does_not_ask_for_another_start():
+    job = outcome((1, 75, record(1, "exited", "ended with exit code 75.", ""), False), (0, 76, record(1), False))
+    assert (job.exit_code, job.wants_restart) == (1, False)
