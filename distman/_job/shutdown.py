@@ -119,10 +119,12 @@ def _say_farewell(job: Job, store: TorchStore, watcher: Watcher | None, *, stays
 
 
 def _announce_closing(job: Job, store: TorchStore, watcher: Watcher | None) -> None:
-    if watcher is not None:
-        watcher.stop()
-    store.set(protocol.CLOSING, "yes")
-    count(store, protocol.NEWS, 1)
+    try:
+        if watcher is not None:
+            watcher.stop()
+    finally:  # as above
+        store.set(protocol.CLOSING, "yes")
+        count(store, protocol.NEWS, 1)
     _wait_for_all_at(store, protocol.GONE, job.world_size - 1 + (watcher is None), late_after(job.world_size))
 
 

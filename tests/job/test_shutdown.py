@@ -66,6 +66,20 @@ def test_who_holds_the_store_stays_until_the_others_have_left(rendezvous, holds_
     assert store.check([protocol.CLOSING]) == holds_store, "whoever came late must not miss it"
 
 
+def test_its_end_is_announced_though_an_interrupt_comes_between(rendezvous):
+    store, watcher = rendezvous.store, OnWatch(rendezvous.store)
+    store.add(protocol.STARTED, 2)
+    store.add(protocol.GONE, 1)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    watcher.stop = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        shutdown.leave(SimpleNamespace(**{**vars(JOB), "holds_store": True, "rendezvous": rendezvous}), watcher)
+    assert store.check([protocol.CLOSING])
+
+
 @pytest.mark.parametrize("records", [[], [failure_on(1)]], ids=len)
 def test_who_leaves_after_a_failure_looks_who_keeps_the_launcher_waiting(rendezvous, records):
     """A wait may have raised it before the watcher knew, and the program have handled it."""
