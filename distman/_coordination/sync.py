@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -66,15 +65,17 @@ class StoreGroup:
         longest = min(
             max(timing.WAIT_SHORTEST_PAUSE, timing.WAIT_PAUSE_PER_RANK * self.size), timing.WAIT_LONGEST_PAUSE
         )
-        departed_at = math.inf  # when an awaited rank was first seen to have left
+        known: list[int] = []  # ranks that have left
+        departure, departed_at = None, began  # that an awaited one of them has, and when that was seen
         with self._found_waiting(place, awaited):
             while not is_there():
                 now = time.monotonic()
                 is_over = timeout is not None and now > began + timeout
                 if is_over or now > look_around:
                     self._check_job(is_there)
-                    departure = self._departure(place, awaited)
-                    departed_at = min(departed_at, now) if departure is not None else math.inf
+                    left = read_numbers(self.job_store, protocol.LEFT)
+                    if departure is None and left != known:
+                        known, departure, departed_at = left, self._departure(left, place, awaited), now
                     if departure is not None and now - departed_at > self.leaving and not is_there():
                         if tell is None:
                             raise departure.to_failure()
@@ -113,11 +114,10 @@ class StoreGroup:
         if wait is not None and wait.mismatch:
             raise PlanMismatchError(wait.mismatch)
 
-    def _departure(self, place: str, awaited: Callable[[], Iterable[int]]) -> FailureRecord | None:
-        """Return that an awaited rank has left the job, the first one if there are several."""
-        left = {*read_numbers(self.job_store, protocol.LEFT)}
-        gone = [self.ranks[index] for index in awaited() if self.ranks[index] in left] if left else []
-        return FailureRecord.left(self.peers[gone[0]], place) if gone else None
+    def _departure(self, left: Sequence[int], place: str, awaited: Callable[[], Iterable[int]]) -> FailureRecord | None:
+        """Return that an awaited rank is among those that have left the job, the first one if there are several."""
+        gone = next((self.ranks[index] for index in awaited() if self.ranks[index] in left), None)
+        return None if gone is None else FailureRecord.left(self.peers[gone], place)
 
 
 class KeySequence:
