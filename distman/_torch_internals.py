@@ -379,8 +379,9 @@ def close_connections(process_group: dist.ProcessGroup) -> None:
 
 def close_all_connections() -> None:
     for process_group in all_groups():
-        abort_backends(process_group)
-        close_connections(process_group)
+        with contextlib.suppress(ValueError, RuntimeError):  # the main thread destroys it at this moment
+            abort_backends(process_group)
+            close_connections(process_group)
 
 
 def end_group(process_group: dist.ProcessGroup | None = None, *, aborts: bool) -> None:

@@ -51,9 +51,12 @@ def raise_failure(record: FailureRecord | None, error: BaseException | None) -> 
         return
     watcher, record = current(), record or FailureRecord.of(failure, failure.rank)
     is_mine = watcher is not None and record.rank == watcher.context.rank
-    own = (one for one in errors_in(error) if is_mine and record.is_of(one))
-    if (original := next(own, None)) is not None:
-        _raise_again(original)
+    original = next(filter(record.is_of, errors_in(error)), None) if is_mine else None
+    if original is not None:
+        try:
+            _raise_again(original)
+        finally:
+            del original, error, failure  # as below; an exit is told where the interpreter drops it
     note_raised(failure)
     try:
         if failure is not error:
@@ -68,6 +71,7 @@ def _raise_again(error: BaseException) -> None:
         raise error
     finally:
         error.__context__ = context
+        del error
 
 
 def look_after_others(record: FailureRecord) -> None:
@@ -126,8 +130,11 @@ def _raise_failure_first(_: logging.LogRecord) -> bool:
         return True
     cause = failure_behind(error, "a collective of torch")
     is_late = "timed out" in str(error).lower()  # which may have nothing to do with a rank that left
-    if cause is not None and not (cause.error_type == LEFT and is_late):
-        raise_failure(cause, error)
+    try:
+        if cause is not None and not (cause.error_type == LEFT and is_late):
+            raise_failure(cause, error)
+    finally:
+        del error
     return True
 
 
@@ -166,8 +173,11 @@ class WaitScope(TrackedWait):
         if mismatch:
             raise PlanMismatchError(mismatch) from error
         record = failure_behind(error, self.operation) if error is not None and is_mine else None
-        if self.is_outermost and (record is not None or isinstance(error, JobFailed)):
-            raise_failure(record, error)
+        try:
+            if self.is_outermost and (record is not None or isinstance(error, JobFailed)):
+                raise_failure(record, error)
+        finally:
+            del error, trace  # else what is raised again would hold this frame, and the frame itself
 
 
 def collective(func: Callable[P, R]) -> Callable[P, R]:

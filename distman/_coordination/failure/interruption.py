@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import signal
 import sys
 import threading
@@ -101,23 +100,18 @@ class Interruption:
         """Take an error that a wait raises of itself for the one to be raised."""
         self._begin(FailureRecord.of(error, error.rank)).note(error, sys._getframe())
 
-    def insist(self) -> None:
-        """Do what :meth:`deliver` does with the error that was noted, in a thread of its own."""
-        if not self._is_insisting and self._delivery is not None:
+    def insist(self, record: FailureRecord) -> None:
+        """Do what :meth:`deliver` does, in a thread of its own."""
+        if not self._is_insisting:
             self._is_insisting = True
-            work = functools.partial(self.deliver, self._delivery.record)
-            threading.Thread(target=work, name="distman-failure", daemon=True).start()
-
-    def abort_groups(self) -> None:
-        """Let what waits for the other ranks end, once: what a handler saves comes after it in a GPU's stream."""
-        if not self._has_aborted:
-            self._has_aborted = True
-            run_with_timeout(close_all_connections, timing.ABORT_GROUPS)
+            threading.Thread(target=self.deliver, args=(record,), name="distman-failure", daemon=True).start()
 
     def deliver(self, record: FailureRecord) -> None:
         """Make the main thread, not this one, raise it until the program ends or survives, or end the process."""
         with self._delivering:
             self._deliver(self._begin(record))
+            if self.has_survived:
+                self._abort_groups()  # the rank that failed may wait for this one in a handler
 
     def _begin(self, record: FailureRecord) -> Delivery:
         if self._delivery is None:
@@ -141,7 +135,7 @@ class Interruption:
                 self._exit(delivery, "This process did not end by it within DISTMAN_FAILURE_GRACE:")
             if not is_in_hand and not self._interrupt() and now - known_at > self._patience.to_come:
                 self._exit(delivery, "This process could not be interrupted:")
-            self.abort_groups()
+            self._abort_groups()
             self._is_over.wait(self._pause(delivery))
 
     def _pause(self, delivery: Delivery) -> float:
@@ -161,8 +155,14 @@ class Interruption:
         if self._is_installed and main is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pthread_kill(main, _SIGNAL)
-        self.abort_groups()  # after the signal: what the main thread raises when its wait ends is this error
+        self._abort_groups()  # after the signal: what the main thread raises when its wait ends is this error
         return self._is_answered.wait(self._patience.between_looks)
+
+    def _abort_groups(self) -> None:
+        """Let what waits for the other ranks end, once: what a handler saves comes after it in a GPU's stream."""
+        if not self._has_aborted:
+            self._has_aborted = True
+            run_with_timeout(close_all_connections, timing.ABORT_GROUPS)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_due, self._is_due = self._is_due, False

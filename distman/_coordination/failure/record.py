@@ -134,9 +134,11 @@ class FailureRecord:
 
     def is_of(self, error: BaseException) -> bool:
         """Return whether an error of the rank that failed may be the one that is on record."""
-        if self.error_type == EXITED:
-            return isinstance(error, SystemExit) and not isinstance(error, JobFailed)
-        return type(error).__name__ == self.error_type
+        if self.error_type != EXITED:
+            return type(error).__name__ == self.error_type
+        if not isinstance(error, SystemExit) or isinstance(error, JobFailed):
+            return False
+        return _exit_code(error) != 0 and self.error_text == _text_of_exit(error)
 
     def is_told_by(self, error: BaseException) -> bool:
         """Return whether an error, which may be any that a program raised, tells the other ranks' failure on record."""

@@ -207,6 +207,8 @@ class Watcher:
         """Let an error that ended another thread end the job, and the main thread of this rank with it."""
         self._has_failed_thread = True
         self._publish(FailureRecord.of(error, self.context.rank))
+        if self.record is not None and self.record.rank == self.context.rank:
+            self._interruption.insist(self.record)  # it was told while the thread waited for others in a handler
 
     def note(self, error: JobFailed) -> None:
         """Take note of an error that a wait raises because the job has failed, or a rank has left it too early."""
@@ -214,7 +216,9 @@ class Watcher:
             return  # its own error ends the program
         self._interruption.note(error)
         if error.error_type == LEFT:
-            self._interruption.insist()  # the others may not miss that rank: nobody else raises it again
+            self._interruption.insist(
+                FailureRecord.of(error, error.rank)
+            )  # the others may not miss that rank: nobody else raises it again
 
     def waits_of(self, ranks: Sequence[int]) -> list[float]:
         """Return for how many seconds ranks have been waiting for others, of those that answer."""
@@ -296,9 +300,7 @@ class Watcher:
         self.look_after_others(record)
         is_told = bool(record.traceback_text) or record.error_type == EXITED or hook.has_failed()
         is_from_here = record.rank == self.context.rank and is_told and not self._has_failed_thread
-        if is_from_here:
-            self._interruption.abort_groups()  # its handler may wait for ranks that survive
-        elif not has_left:
+        if not (has_left or is_from_here):
             self._interruption.deliver(record)
 
 

@@ -1,10 +1,12 @@
 """Ranks that wait for each other in different calls, and errors whose handlers wait for ranks that wait elsewhere."""
 
 import contextlib
+import gc
 import itertools
 import random
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -134,6 +136,74 @@ def test_so_it_is_where_the_rank_exits(monkeypatch, tmp_path, rank, code):
         end = f"{3 if code == 3 else 1}, by .*{': no data' if code == 'no data' else 'SystemExit.'}"
         with pytest.raises(JobFailed, match=rf"rank 1 .* ended with exit code {end}"):
             ALL[other]()
+
+
+class Exit(SystemExit):
+    """One that can be seen to be dropped."""
+
+
+@pytest.mark.parametrize("one", ["all_gather_v", "all_reduce", "barrier"])
+@ranks(3, manager=False)
+def test_its_exit_is_dropped_where_it_leaves_the_program(monkeypatch, tmp_path, rank, one):
+    """There it is told: what the interpreter drops later meets one that is taken apart."""
+    begin(monkeypatch, tmp_path)
+
+    def leave():
+        try:
+            try:
+                raise Exit(3)
+            finally:
+                ALL[one]()
+        except Exit as error:
+            return weakref.ref(error)
+
+    if rank != 1:
+        with pytest.raises(JobFailed, match="ended with exit code 3"):
+            fused_all_reduce([torch.ones(3)])
+        return
+    gc.disable()
+    try:
+        assert leave()() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("code", [0, None])
+@ranks(3, manager=False)
+def test_a_rank_whose_exit_code_would_hide_the_failure_raises_it(monkeypatch, tmp_path, rank, code):
+    begin(monkeypatch, tmp_path)
+    barrier = DistributedManager().barrier
+    calls = {1: lambda: fail_and_then(lambda: barrier("end"), SystemExit(code))}
+    with pytest.raises(JobFailed, match="ended with exit code 0"):
+        calls.get(rank, lambda: barrier("begin"))()
+
+
+@ranks(3, manager=False)
+def test_another_exit_than_the_one_on_record_is_not_raised_again(monkeypatch, tmp_path, rank):
+    begin(monkeypatch, tmp_path)
+    if rank == 1:
+        with pytest.raises(SystemExit, match="3"):
+            fail_and_then(lambda: DistributedManager().barrier("end"), SystemExit(3))
+        with pytest.raises(JobFailed, match="ended with exit code 3"):
+            fail_and_then(lambda: DistributedManager().barrier("bye"), SystemExit(4))
+    else:
+        with pytest.raises(JobFailed, match="ended with exit code 3"):
+            DistributedManager().barrier("begin")
+
+
+@ranks(3, manager=False)
+def test_a_thread_that_waits_with_its_error_ends_the_main_program_too(monkeypatch, tmp_path, rank):
+    monkeypatch.setenv("DISTMAN_WATCH", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("distman._base.timing.MUTUAL_WAIT", SHORT)
+    manager = DistributedManager.initialize(timeout=60, fail_with_threads=True)
+    with surviving_failure() as failure:
+        if rank == 1:
+            threading.Thread(target=fail_and_then, args=(ALL["all_gather_v"],), daemon=True).start()
+            threading.Event().wait(60)
+        manager.barrier()
+    assert "rank 1" in str(failure.error)
+    assert "raised ValueError: boom" in str(failure.error)
 
 
 @ranks(3, manager=False)
