@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from distman.collectives import GroupLike, all_gather_v, broadcast_data, gather_v, resolve_group, scatter_v
 from distman.data import Hdf5Dataset
-from distman.domain._axes import Boundary, places
+from distman.domain._axes import Boundary, IntArray, places
 from distman.domain._halo import Halo, checked_windows, pair
 from distman.topology import split_sizes
 
@@ -247,20 +247,30 @@ class DomainDataset(Dataset[tuple[torch.Tensor, ...]]):
         return self._source.arrays() if isinstance(self._source, Hdf5Dataset) else self._source
 
 
-_Window = tuple[int, list[tuple[slice, slice]]]  # its length, and stretches of the field with their places in it
+_Part = tuple[slice, slice, IntArray | None]  # what is read, its place in the window, and its order if that is another
+_Window = tuple[int, list[_Part]]  # its length, and what fills it
 
 
 def _window(start: int, end: int, length: int, boundary: Boundary) -> _Window:
     entries = places(start, end, length, boundary)
     filled = np.flatnonzero(entries >= 0)
-    parts = np.split(filled, np.flatnonzero(np.diff(entries[filled]) != 1) + 1)
-    found = [(int(entries[part[0]]), int(part[0]), len(part)) for part in parts if len(part)]
-    return end - start, [(slice(one, one + num), slice(place, place + num)) for one, place, num in found]
+    parts = np.split(filled, np.flatnonzero(np.abs(np.diff(entries[filled])) > 1) + 1)
+    return end - start, [_part(entries[part], int(part[0])) for part in parts if len(part)]
+
+
+def _part(entries: IntArray, place: int) -> _Part:
+    """Return how neighbouring entries are read at once, in whatever order, mirrored or repeated, they are."""
+    low, high = int(entries.min()), int(entries.max()) + 1
+    is_rising = len(entries) == high - low and entries[0] == low
+    return slice(low, high), slice(place, place + len(entries)), None if is_rising else entries - low
 
 
 def _read(array: Any, index: int, windows: Sequence[_Window]) -> torch.Tensor:
     dtype = np.dtype(array.dtype).newbyteorder("=")  # torch takes this machine's byte order alone
     block = np.zeros([length for length, _ in windows], dtype)
-    for parts in itertools.product(*(stretches for _, stretches in windows)):
-        block[tuple(place for _, place in parts)] = array[(index, *(stretch for stretch, _ in parts))]
+    for parts in itertools.product(*(found for _, found in windows)):
+        piece = np.asarray(array[(index, *(read for read, _, _ in parts))])
+        for dim, (_, _, order) in enumerate(parts):
+            piece = piece if order is None else piece.take(order, dim)
+        block[tuple(place for _, place, _ in parts)] = piece
     return torch.from_numpy(block) if block.ndim else torch.tensor(block)

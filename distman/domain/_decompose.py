@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distman._torch_internals import outside_graphs
+from distman._torch_internals import outside_graphs, tree_leaves
 from distman.collectives import all_gather_objects, resolve_group
 from distman.domain import _global, _local
 from distman.domain._axes import layout_of
@@ -191,9 +191,9 @@ def _compare(whole: nn.Module, split: nn.Module, dims: Dims, batch: torch.Tensor
         block = block.tensor_split(members.size, dim)[members.rank]
     problem = ""
     with torch.no_grad():
-        expected = whole(batch)
+        expected = _tensors_of(whole(batch))
         try:
-            for result, full in zip(tensors_in(split(block.contiguous())), tensors_in(expected), strict=True):
+            for result, full in zip(_tensors_of(split(block.contiguous())), expected, strict=True):
                 for dim, axis in layout_of(result).items():
                     full = axis.part(full, dim)
                 most = float(full.abs().max()) if full.numel() else 0
@@ -204,3 +204,10 @@ def _compare(whole: nn.Module, split: nn.Module, dims: Dims, batch: torch.Tensor
         problem = next(filter(None, all_gather_objects(problem, group=group)), "")
     if problem:
         raise ValueError(f"the decomposed model must compute what the model did, got another result.\n{problem}")
+
+
+def _tensors_of(output: Any) -> list[torch.Tensor]:
+    found = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
+    if not found:
+        raise ValueError(f"its output must hold tensors, to be compared, got a {type(output).__name__}")
+    return found

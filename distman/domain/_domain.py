@@ -170,10 +170,14 @@ def window(
     (start, end), *_ = bounds
     if start >= 0 and end <= axis.length:
         return tensor.narrow(dim, start, end - start)
-    if boundary == "zeros" and tensor.numel():
+    if boundary == "zeros" and not tensor.numel():  # which torch 2.8 refuses to pad
+        shape = list(tensor.shape)
+        shape[dim] = end - start
+        return tensor.new_full(shape, value) + tensor.sum()
+    if boundary == "zeros":
         return functional.pad(tensor, [0] * (2 * (-dim - 1)) + [-start, end - axis.length], value=value)
     # By indices, since torch refuses to pad what is empty along another dim.
-    entries = places(start, end, axis.length, boundary).clip(0)
+    entries = places(start, end, axis.length, boundary)
     return tensor.index_select(dim, torch.from_numpy(entries).to(tensor.device))
 
 
@@ -284,12 +288,14 @@ def _gradient(call: Call) -> Layout:
 def _pointwise(call: Call) -> Layout:
     """Return the common layout of all arguments; all that extend along a split dim must be split there alike."""
     merged: Layout = {}
-    for tensor in call.tensors:
-        for dim, axis in layout_of(tensor).items():
-            if merged.setdefault(dim, axis) != axis:
+    given = [(tensor, layout_of(tensor)) for tensor in call.tensors]
+    for _, layout in given:
+        for dim, axis in layout.items():
+            other = merged.setdefault(dim, axis)
+            if other is not axis and other != axis:  # to compare two takes longer than the rest
                 raise call.refusal(f"its fields are split unlike along dim {dim}")
-    for tensor in call.tensors:
-        for dim in merged.keys() - layout_of(tensor).keys():
+    for tensor, layout in given:
+        for dim in merged.keys() - layout.keys():
             if tensor.ndim >= -dim and tensor.shape[dim] != 1:
                 raise call.refusal(
                     f"a tensor of shape {tuple(tensor.shape)}, which was made in the module or belongs to it, is not "

@@ -1,3 +1,4 @@
+import collections
 import copy
 import pickle
 
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distman import DistmanError, DistributedManager
 from distman.checkpoint import save
-from distman.collectives import all_gather_objects
+from distman.collectives import all_gather_objects, all_gather_v
 from distman.data import distributed_loader
 from distman.domain import DomainDataset, decompose, gather_domain
 from distman.domain._axes import layout_of
@@ -395,12 +396,27 @@ def test_check_compares_with_the_full_field():
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     decompose(Calling(lambda x: {"twice": (2 * x, x), "name": "x"}), {-1: "world"}, check=field)
 
+    with pytest.raises(ValueError, match="must hold tensors, to be compared, got a str"):
+        decompose(Calling(lambda x: f"{x.sum()}"), {-1: "world"}, check=field)
+    wrong = Calling(lambda x: collections.deque([x * x.shape[-1]]))  # the length of the block is not that of the field
+    with pytest.raises(ValueError, match="must compute what the model did"):
+        decompose(wrong, {-1: "world"}, check=field)
+
     class Hidden(nn.Module):
         def forward(self, x):
             return torch.from_numpy(x.detach().numpy() - x.detach().numpy().mean(-1, keepdims=True))
 
     with pytest.raises(ValueError, match=r"must (compute|return)|not mix positions"):
         decompose(nn.Sequential(nn.Conv1d(3, 4, 3), Hidden()), {-1: "world"}, check=field)
+
+
+@ranks(2)
+def test_what_is_empty_along_a_whole_dim_is_padded():
+    for layer in (nn.ZeroPad2d(1), nn.ConstantPad2d(2, 3.0)):
+        full = torch.zeros(1, 1, 8, 0, requires_grad=True)
+        result = decompose(nn.Sequential(layer), {-2: "world"})(full.tensor_split(2, -2)[DistributedManager().rank])
+        expected = functional.pad(full, layer.padding, value=layer.value)
+        assert torch.equal(all_gather_v(result, dim=-2), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -23,11 +23,12 @@ class Counting:
     """An array that has no more than shape, dtype and slices, such as zarr's, and counts what is read of it."""
 
     def __init__(self, array):
-        self._array, self.shape, self.dtype, self.num_read = array, array.shape, array.dtype, 0
+        self._array, self.shape, self.dtype, self.num_read, self.num_reads = array, array.shape, array.dtype, 0, 0
 
     def __getitem__(self, index):
         part = self._array[index]
         self.num_read += part.size
+        self.num_reads += 1
         return part
 
 
@@ -64,6 +65,7 @@ def check_drawn_blocks(world_size, seed, places):
     assert torch.equal(block, expected)
     assert torch.equal(time, torch.tensor([2.0, 3.0]))
     assert counting.num_read <= block.numel()
+    assert counting.num_reads <= 9, "at most three stretches along each dim: what is compressed is unpacked for each"
     assert len(dataset) == 3
 
 
