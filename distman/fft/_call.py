@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ def transform_shard(
     sizes: Sequence[int] | None,
     out_sizes: Sequence[int] | None,
     group: Group,
+    arguments: Mapping[str, Any],
 ) -> torch.Tensor:
     """Transform a shard along ``dims`` to one along ``out``; ``wanted`` lengths of -1 are those that are there."""
     norm = check_norm(norm)
@@ -35,8 +37,7 @@ def transform_shard(
         group,
         free_dim=shard,
         unites_grad=sizes is None,
-        dims=dims,
-        s=wanted,
+        **arguments,  # under the names that the caller's arguments have
         norm=norm,
         shard_dim=shard,
         out_dim=out,

@@ -100,4 +100,5 @@ def _transform(
     shard = dim if shard_dim is None else normalize_dim(shard_dim, tensor.ndim, "shard_dim")
     out = shard if out_dim is None else normalize_dim(out_dim, tensor.ndim, "out_dim")
     wanted = as_length(n)
-    return transform_shard(kind, name, tensor, (dim,), (wanted,), norm, shard, out, sizes, out_sizes, members)
+    given = {"dim": dim, "n": wanted}
+    return transform_shard(kind, name, tensor, (dim,), (wanted,), norm, shard, out, sizes, out_sizes, members, given)

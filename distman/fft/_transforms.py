@@ -227,4 +227,5 @@ def _transform(
     shard = there[0] if shard_dim is None else check_among("shard_dim", shard_dim, dims, tensor.ndim)
     away = next(one for one in there[::-1] if one != shard)
     out = away if out_dim is None else check_among("out_dim", out_dim, dims, tensor.ndim)
-    return transform_shard(kind, name, tensor, dims, wanted, norm, shard, out, sizes, out_sizes, members)
+    given = {"dims": dims, "s": wanted}
+    return transform_shard(kind, name, tensor, dims, wanted, norm, shard, out, sizes, out_sizes, members, given)
