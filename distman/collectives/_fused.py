@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -35,19 +35,28 @@ from distman.manager import DistributedManager
 T = TypeVar("T")
 
 
-class _Options(TypedDict, total=False):
-    op: Any
-    group: GroupLike
-    buffer_dtype: torch.dtype | None
-    device: torch.device | str | None
+@overload
+def fused_all_reduce(
+    tensors: T,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    group: GroupLike = None,
+    buffer_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    async_op: Literal[False] = False,
+) -> T: ...
 
 
 @overload
-def fused_all_reduce(tensors: T, *, async_op: Literal[False] = False, **options: Unpack[_Options]) -> T: ...
-
-
-@overload
-def fused_all_reduce(tensors: T, *, async_op: Literal[True], **options: Unpack[_Options]) -> tuple[T, FusedWork]: ...
+def fused_all_reduce(
+    tensors: T,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    group: GroupLike = None,
+    buffer_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    async_op: Literal[True],
+) -> tuple[T, FusedWork]: ...
 
 
 @traceable_collective

@@ -126,7 +126,7 @@ def scatter_v(
         full = still_carried(torch.empty(shape[:ndim], dtype=DTYPES[dtype], device=device), members, "tensor")
         if needs_grad:
             full.requires_grad_()
-            if tensor is not None and tensor.requires_grad:  # what was passed here gets a gradient of zeros
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:  # it gets a gradient of zeros
                 # None of these keeps anything: a checkpointed rank repeats its forward pass when it needs what it kept.
                 full = tensor.real[None][:0].to(full.dtype).reshape(full.shape)
     to_all = sizes if members.rank == src else [0] * members.size

@@ -53,6 +53,14 @@ def test_the_gradient_comes_back_from_ranks_that_passed_none(rank):
         assert full.grad.tolist() == [[1, 1], [3, 3], [3, 3], [3, 3]]
 
 
+@pytest.mark.parametrize("other", ["a text", 3, [torch.ones(2)]], ids=["text", "number", "list"])
+@ranks(2)
+def test_other_ranks_may_pass_anything(rank, other):
+    full = torch.ones(3, requires_grad=True)
+    scatter_v(full if rank == 0 else other, [1, 2]).sum().backward()
+    assert rank == 1 or full.grad.tolist() == [1, 1, 1]
+
+
 @ranks(2)
 def test_no_gradient_is_asked_of_anybody_where_the_source_needs_none(rank):
     other = torch.ones(3, requires_grad=True)
