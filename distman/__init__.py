@@ -120,7 +120,7 @@ __all__ = [
     "surviving_failure",
 ]
 
-# What loads torch, and what is not on page one, but there for programs that call it as libraries before this one do.
+# Names that load torch, and names that earlier libraries gave to what is not on page one.
 _ON_DEMAND = {
     "distman._cli.run.function": ("run",),
     "distman._coordination.monitor.slowness": ("SlowRank",),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distman._base import timing
-from distman._cli.output import parse_size, print_speeds, show_size
+from distman._cli.output import complain, parse_size, print_speeds, show_size
 from distman._cli.parser import add_job_options, add_number
 from distman.errors import DistmanError, JobFailed
 
@@ -54,9 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         manager = start_job(arguments.method, arguments.timeout, timing.BENCH_COLLECTIVE)
     except (DistmanError, ValueError) as error:
-        return _refuse(str(error))
+        return complain("bench", str(error))
     if manager.world_size == 1:
-        return _refuse("one rank has nobody to talk to. Add -n 2, or start several with torchrun, mpirun or srun.")
+        return complain(
+            "bench", "one rank has nobody to talk to. Add -n 2, or start several with torchrun, mpirun or srun."
+        )
     sizes = [arguments.min_size]
     while sizes[-1] * arguments.factor <= arguments.max_size:
         sizes.append(sizes[-1] * arguments.factor)
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         _tell(measurements, arguments, manager)
         if manager.rank < 2:  # rank 0 may be the one that failed
             why = reason or own_fault(error, manager)
-            _refuse(f"{operation} of {show_size(num_bytes)} was not measured: {why}")
+            complain("bench", f"{operation} of {show_size(num_bytes)} was not measured: {why}")
         if reason is None:
             raise  # the traceback is wanted, and the others hear of it
         return 1
@@ -103,8 +104,3 @@ def _tell(measurements: Sequence[Measurement], arguments: argparse.Namespace, ma
         "measurements": [dataclasses.asdict(one) for one in measurements],
     }
     print(json.dumps(said), flush=True)
-
-
-def _refuse(reason: str) -> int:
-    print(f"distman bench: {reason}", file=sys.stderr)
-    return 1

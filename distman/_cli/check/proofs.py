@@ -30,7 +30,12 @@ _FEW, _MANY = torch.arange(1000), torch.arange((4 << 20) // 8)
 
 @collective
 def prove(name: str, proof: Proof, manager: DistributedManager) -> bool:
-    """Return whether a collective is exact here; it raises a DistmanError, or a broken connection. Collective."""
+    """Return whether a collective is exact here. Collective.
+
+    Raises:
+        DistmanError: The collective failed on this rank.
+        RuntimeError: A connection broke, because of another rank.
+    """
     try:
         return proof(manager)
     except RankFailedError:

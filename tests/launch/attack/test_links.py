@@ -97,7 +97,7 @@ def write_script(path, number):
 
 def check_folder(path, _):
     assert not shared_folder._reads(path, "kept " * 10)
-    write_new(path, "word")  # as rank 0 does
+    shared_folder.write_new(path, "word")  # as rank 0 does
 
 
 def read_secret(path, _):
