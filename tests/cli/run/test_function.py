@@ -19,12 +19,6 @@ from ...launch import preloaded
 from ...notebooks import outputs_of_cells
 
 
-@pytest.fixture
-def preloaded_ranks(monkeypatch):
-    """The ranks have imported torch, which takes two seconds of a core each."""
-    preloaded.stand_in(monkeypatch)
-
-
 def place(first, *, step=1):
     manager = distman.DistributedManager.initialize()
     print(f"rank {manager.rank}")  # noqa: T201 - what is shown is tested

@@ -32,12 +32,6 @@ def finish(*arguments, **kwargs):
 
 
 @pytest.fixture
-def preloaded_ranks(monkeypatch):
-    """The ranks have imported torch, which takes two seconds of a core each."""
-    preloaded.stand_in(monkeypatch)
-
-
-@pytest.fixture
 def script(tmp_path):
     """Write a script, and return its path."""
 
