@@ -278,9 +278,7 @@ class Training:
     def _take_step(self, steps: Sequence[Step]) -> bool:
         """Learn from some batches; return False if that was left out."""
         engine, accumulators, found = self.engine, self._accumulators, []
-        rates = (
-            self._schedules.learning_rates if self._step_records.are_kept else {}
-        )  # a step of one's own may set them
+        rates = self._schedules.learning_rates if self._step_records.are_kept else {}  # your own step may set them
         with closing(engine.window(steps)) as batches:
             for batch, step in zip(batches, steps, strict=True):
                 outcome = self._learn(batch)
