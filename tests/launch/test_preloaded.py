@@ -1,7 +1,9 @@
 """A fork of the process that has imported torch is as the interpreter that it stands for."""
 
 import os
+import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,3 +119,39 @@ def test_it_is_on_the_host_of_whoever_started_it(namespace_hosts):
     code = "import socket; print(socket.gethostname(), socket.gethostbyname(socket.gethostname()))"
     finished = namespace_hosts.run([PYTHON, "-c", code], host="n2", cwd=Path("/"))
     assert finished.stdout == f"n2 {namespace_hosts.addresses['n2']}\n"
+
+
+IMPORT = """
+import os, sys
+import distman
+def show():
+    print(*sorted(name for name in sys.modules if name.partition(".")[0] == "distman"))
+show()
+distman.DistributedManager
+import distman.data
+show()
+print(type(distman.__spec__.loader), distman.__file__, getattr(sys.excepthook, "__module__", None))
+hook = sys.modules["distman._coordination.failure.hook"]
+print(hook._IMPORTED_IN == os.getpid(), hook._hook)
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_import_of_distman_does_what_it_does_in_an_interpreter(num_ranks):
+    variables = {"WORLD_SIZE": str(num_ranks), "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    fork, interpreter = (launch([python, "-c", IMPORT], env=variables) for python in (PYTHON, sys.executable))
+    assert (fork.returncode, interpreter.returncode) == (0, 0)
+    assert re.sub("0x[0-9a-f]+", "", fork.stdout) == re.sub("0x[0-9a-f]+", "", interpreter.stdout)
+
+
+def test_another_copy_of_distman_is_imported_from_its_place(tmp_path):
+    (tmp_path / "distman.py").write_text("word = 'another'")
+    code = "import distman; print(distman.word)"
+    assert launch([PYTHON, "-c", code], cwd=tmp_path).stdout == "another\n"
+
+
+def test_a_program_that_does_not_import_distman_has_nothing_of_it():
+    code = (
+        "import sys; print([name for name in sys.modules if 'distman' in name], sys.excepthook is sys.__excepthook__)"
+    )
+    assert launch([PYTHON, "-c", code]).stdout == "[] True\n"

@@ -117,6 +117,7 @@ class Server:
         Path(self._folder.name).chmod(0o755)
         self.path = f"{self._folder.name}/socket"
         padding = "x" * ROOM
+        kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.path)
             listener.listen(64)
@@ -125,7 +126,7 @@ class Server:
                 cwd=Path(__file__).parent,
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
-                env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "PADDING": padding},
+                env={**kept, "OMP_NUM_THREADS": "1", "PADDING": padding},
                 start_new_session=True,
             )
         atexit.register(self._end)

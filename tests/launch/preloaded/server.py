@@ -23,11 +23,19 @@ import weakref
 from pathlib import Path
 
 import ending  # before torch, so that its exit handler comes last
+import imported
 import numpy as np
 import torch
 
 # The first step of any optimizer imports torch._dynamo, which takes longer than torch itself.
-MODULES = ("torch._dynamo", "torch.distributed.run", "torch.distributed.tensor", "torch.utils.data", "sklearn.datasets")
+MODULES = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.run",
+    "torch.distributed.tensor",
+    "torch.utils.data",
+    "sklearn.datasets",
+)
 NAMESPACES = ("net", "uts", "mnt")  # mnt last: it may hide /proc of the others
 LOWEST = 400  # the numbers of received files on their way to their places
 
@@ -94,6 +102,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a fork copies what its collector touches
     ending.preloaded.update(sys.modules)
+    imported.preload()  # after that: at its end a program that has imported it takes it apart, as all do
     for finalizer in weakref.finalize._registry:  # those of torch take its operators apart: half the cost of a fork
         finalizer.atexit = False
     request = Server(socket.socket(fileno=int(sys.argv[1]))).run()
