@@ -94,5 +94,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             importlib.import_module(name)
         if module.__name__ == "distman._coordination.failure.hook":
             module._IMPORTED_IN = os.getpid()
+        if module.__name__ == "distman.environments._registry":
+            module.LAUNCHERS._is_discovered = False  # the path of the program may lead to other entry points
         if module.__name__ == PACKAGE:
             module._startup.watch()
