@@ -184,7 +184,7 @@ def test_waves_are_learnt():
     assert error < 0.5
 
 
-@ranks(2, 3, manager=False)
+@ranks(3, manager=False)
 def test_a_loop_of_ones_own(losses_alone, rank):
     assert_same(run_here(*OWN_LOOP), losses_alone, rank)
 
@@ -196,7 +196,7 @@ def test_a_loop_of_ones_own_learns(losses_alone):
     assert losses[-1] < 0.65 < losses[0]
 
 
-@ranks(1, 2, 3, manager=False)
+@ranks(1, 3, manager=False)
 def test_two_networks_of_which_each_has_an_optimizer(gan_alone, tmp_path, rank):
     """Started again they go on where they were, and end as one process that does not stop."""
     found = run_here("gan.py", "--epochs", 2, "--folder", tmp_path), run_here(*GAN, "--folder", tmp_path)
@@ -213,7 +213,7 @@ def classifiers_alone(tmp_path_factory):
     ]
 
 
-@ranks(2, 3, manager=False)
+@ranks(3, manager=False)
 def test_a_classifier_that_is_preempted(classifiers_alone, tmp_path, monkeypatch, rank, world_size):
     command = (*CLASSIFIER, "--folder", tmp_path)
 
@@ -251,7 +251,7 @@ def test_hdf5_files(bars, bars_alone, rank):
     assert_same(last_lines(found), last_lines(bars_alone), rank)
 
 
-@ranks(1, 2, manager=False)
+@ranks(2, manager=False)
 def test_hdf5_files_kept_in_memory(bars, bars_alone, rank):
     assert bars_alone  # the files are there
     found = run_here("hdf5_regression.py", "--epochs", 20, "--cached", "--folder", bars)
@@ -259,7 +259,7 @@ def test_hdf5_files_kept_in_memory(bars, bars_alone, rank):
         assert numbers(last_lines(found))[-1] < 1.35  # a guess is right to a factor of 1.65
 
 
-@ranks(2, 3, manager=False)
+@ranks(3, manager=False)
 def test_a_loss_over_those_pixels_that_are_seen(sea_alone, tmp_path, rank):
     found = run_here(*UNET, "--folder", tmp_path)
     assert_same(losses_of(found), losses_of(sea_alone), rank)
@@ -267,7 +267,7 @@ def test_a_loss_over_those_pixels_that_are_seen(sea_alone, tmp_path, rank):
     assert last < 0.7 * first
 
 
-@ranks(2, 3, manager=False)
+@ranks(3, manager=False)
 def test_each_sample_is_evaluated_once(evaluated, tmp_path, rank, world_size):
     table = tmp_path / "predictions.csv"
     found = run_here("evaluation.py", "--weights", evaluated / "weights.pt", "--predictions", table)
@@ -334,7 +334,7 @@ def profiles(tmp_path_factory):
     return folder, alone(*PROFILES, "--folder", folder)
 
 
-@ranks(2, 3, manager=False)
+@ranks(3, manager=False)
 def test_a_trained_model_draws_the_same(profiles, tmp_path, rank):
     if rank == 0:
         shutil.copytree(profiles[0], tmp_path / "run", symlinks=True)
