@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,17 +13,26 @@ _START = "manager.initialize"
 _MANAGER = ", of manager = DistributedManager()"
 
 
+def read_tables() -> dict[str, list[list[str]]]:
+    """Return rows of old names, new names, and what differs or what to write, by library."""
+    tables: dict[str, list[list[str]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return tables
+
+
+def refusals(library: str) -> dict[str, str]:
+    """Return what to write in place of each name of NNHandler that :mod:`distman.compat` refuses."""
+    return {name: remedy for olds, _, remedy in read_tables()[library] for name in olds.split()}
+
+
 def new_name(name: str, *, is_of_manager: bool = False) -> str:
     """Return in a sentence what is here in place of a name of another library, or nothing."""
-    tables = json.loads(TABLE.read_text(encoding="utf-8"))
-    rows = (row for library, rows in tables.items() if library != OPTIONS for row in rows)
-    return _sentence(name, rows, "" if is_of_manager else _MANAGER)
+    in_errors = [rows for library, rows in read_tables().items() if library != OPTIONS and "NNHandler" not in library]
+    return _sentence(name, itertools.chain(*in_errors), "" if is_of_manager else _MANAGER)
 
 
 def new_option(name: str) -> str:
     """Return in a clause what ``distman run`` takes in place of an option of another launcher, or nothing."""
-    rows = json.loads(TABLE.read_text(encoding="utf-8"))[OPTIONS]
-    text = _sentence(name.partition("=")[0], rows, "")
+    text = _sentence(name.partition("=")[0], read_tables()[OPTIONS], "")
     return f"{text[0].lower()}{text[1:-1]}" if text else ""
 
 

@@ -2,21 +2,15 @@
 
 The rows are those of ``moved_names.json`` in the package, whose errors name them too: old names, new names, and what
 differs, or why nothing replaces them.
-Those of NNHandler come from the package that stands in its place, which lists what it refuses, and what it says then.
+What is kept of NNHandler comes from the package that stands in its place.
 """
-
-import inspect
-import json
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from distman._base.moved_names import TABLE
+from distman._base.moved_names import TABLE, read_tables
 from distman.compat import nnhandler
-from distman.compat.nnhandler._names import REFUSED, REFUSED_METHODS
 
 
 class Moved(SphinxDirective):
@@ -36,22 +30,15 @@ class Moved(SphinxDirective):
 
 def rows(library: str) -> list[list[str]]:
     """Return old names, new names and a sentence, of each row."""
-    if library == "NNHandler":
-        return rows_of_compat("distman.compat.nnhandler", nnhandler.__all__, REFUSED)
-    if library == "NNHandler.NNHandler":
-        methods = [name for name, _ in inspect.getmembers(nnhandler.NNHandler) if not name.startswith("_")]
-        return rows_of_compat("distman.compat.nnhandler.NNHandler", methods, REFUSED_METHODS)
-    tables: dict[str, list[list[str]]] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return tables[library]
-
-
-def rows_of_compat(home: str, kept: Iterable[str], refused: Mapping[str, str]) -> list[list[str]]:
-    """Return what is kept under its name, and what is not, the names that have one reason together."""
-    reasons = defaultdict(list)
-    for name, reason in refused.items():
-        reasons[reason].append(name)
-    own = [name for name in kept if name not in refused]
-    return [[" ".join(own), home, ""], *([" ".join(names), "", reason] for reason, names in reasons.items())]
+    tables = read_tables()
+    kept = {
+        "NNHandler": nnhandler.__all__,
+        "NNHandler.NNHandler": [name for name in dir(nnhandler.NNHandler) if not name.startswith("_")],
+    }.get(library)
+    if kept is None:
+        return tables[library]
+    home = f"distman.compat.nnhandler{library.removeprefix('NNHandler')}"
+    return [[" ".join(kept), home, ""], *tables[library]]
 
 
 def text(note: str) -> str:

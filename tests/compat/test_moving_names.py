@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from distman._base.moved_names import OPTIONS, TABLE
+from distman._base.moved_names import OPTIONS, read_tables
 from distman._cli.parser import make_parser
 from distman.testing import ranks
 from tests.test_docs import PLACES, attribute, modules, read, target_of
 
-NAMES = json.loads(TABLE.read_text(encoding="utf-8"))
+# Those of NNHandler are in test_nnhandler.py.
+NAMES = {library: rows for library, rows in read_tables().items() if "NNHandler" not in library}
 OTHERS = {library: NAMES.pop(library) for library in ("others", OPTIONS)}  # in errors alone
 RECORDED = json.loads((Path(__file__).parent / "recorded_names.json").read_text(encoding="utf-8"))
 """Of a class its public methods and properties, of PartialState its state too; of a module what it offers."""
