@@ -201,16 +201,7 @@ def mark_module_as_shared(
     return mappings.mark_module_as_shared(module, process_group, recurse, use_fp32_reduction)
 
 
-@_raising_both
-def unmark_module_as_shared(module: torch.nn.Module, recurse: bool = True) -> torch.nn.Module:
-    """Do what :func:`distman.mappings.unmark_module_as_shared` does.
-
-    Local.
-
-    Raises:
-        _MarkError: None of the parameters is marked.
-    """
-    return mappings.unmark_module_as_shared(module, recurse)
+unmark_module_as_shared = _raising_both(mappings.unmark_module_as_shared)
 
 
 def _reduce(input_: torch.Tensor, use_fp32: bool = True, group: dist.ProcessGroup | None = None) -> torch.Tensor:
