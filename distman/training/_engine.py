@@ -22,7 +22,7 @@ from distman.errors import DistmanError, NonFiniteLossError
 from distman.manager import DistributedManager
 from distman.training._model import TrainedModel
 from distman.training._optimizers import UNNAMED, Changes, Optimizers, needs_closure
-from distman.training._sharding import norm_over_shards, own_part
+from distman.training._sharding import copy_into, norm_over_shards, own_part
 from distman.training._sources import Step
 
 Closure = Callable[[], torch.Tensor]
@@ -443,9 +443,7 @@ class Engine:
         try:
             optimizer.step(lambda: self._evaluate(name))  # type: ignore[arg-type,return-value]  # torch says a float
         except _NotFiniteError:
-            with torch.no_grad():
-                for parameter, value in zip(parameters, before, strict=True):
-                    parameter.copy_(value)
+            copy_into(parameters, before)
             optimizer.state.clear()  # of the way to where the loss is not finite
             return self.check(is_latest_taken=False)
         return True
@@ -542,10 +540,8 @@ class Engine:
     def _copy_buffers(self) -> list[torch.Tensor]:
         return [buffer.clone() for buffer in self.model.module.buffers()]
 
-    @torch.no_grad()
-    def _restore_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
-        for buffer, saved in zip(self.model.module.buffers(), buffers, strict=True):
-            buffer.copy_(saved)
+    def _restore_buffers(self, saved: Sequence[torch.Tensor]) -> None:
+        copy_into(self.model.module.buffers(), saved)  # some of which the step may have replaced
 
 
 def _norm_of(norms: Sequence[torch.Tensor]) -> torch.Tensor | None:

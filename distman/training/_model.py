@@ -180,17 +180,14 @@ class TrainedModel:
         Collective. Blocking. Running means of normalizations, say, differ between ranks in training.
         """
         was_evaluated, self._is_evaluated = self._is_evaluated, True
-        with self._evaluated_parts() if self.is_sharded else nullcontext():
-            buffers = list(self.evaluated.buffers()) if DistributedManager().world_size > 1 else []
-            own = [buffer.clone() for buffer in buffers]
-            self._share(buffers)
-            try:
-                yield self.evaluated
-            finally:
-                self._is_evaluated = was_evaluated
-                with torch.no_grad():
-                    for buffer, value in zip(buffers, own, strict=True):
-                        buffer.copy_(value)
+        try:
+            with self._evaluated_parts() if self.is_sharded else nullcontext():
+                buffers = list(self.evaluated.buffers()) if DistributedManager().world_size > 1 else []
+                with sharding.put_back(buffers):
+                    self._share(buffers)
+                    yield self.evaluated
+        finally:
+            self._is_evaluated = was_evaluated
 
     @contextmanager
     def _evaluated_parts(self) -> Iterator[None]:
@@ -275,11 +272,8 @@ class TrainedModel:
 
     @staticmethod
     def _share(tensors: list[torch.Tensor]) -> None:
-        if not tensors or DistributedManager().world_size == 1:
-            return
-        with torch.no_grad():
-            for own, shared in zip(tensors, broadcast_data(tensors), strict=True):
-                own.copy_(shared)
+        if tensors and DistributedManager().world_size > 1:
+            sharding.copy_into(tensors, broadcast_data(tensors))
 
     def _refuse(self, *_: Any) -> None:
         """Raise if the wrapped module is called outside of a step: its backward pass would wait for other ranks."""
@@ -398,18 +392,9 @@ class Average:
         """Let a sharded module have the averages within a ``with`` block, and its own values after it."""
         named = _tensors(self._source)
         tensors = [own_part(named[name].detach()) for name in self.named]
-        own = [one.clone() for one in tensors]
-        _copy([own_part(one) for one in self.named.values()], tensors)
-        try:
+        with sharding.put_back(tensors):
+            sharding.copy_into(tensors, map(own_part, self.named.values()))
             yield
-        finally:
-            _copy(own, tensors)
-
-
-@torch.no_grad()
-def _copy(values: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-    for value, tensor in zip(values, tensors, strict=True):
-        tensor.copy_(value)
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,23 @@ def norm_over_shards(own_norm: torch.Tensor, tensor: Any) -> torch.Tensor:
             if placement.is_shard():
                 dist.all_reduce(square, group=group)
     return square.sqrt().to(own_norm)
+
+
+@torch.no_grad()
+def copy_into(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+@contextmanager
+def put_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let tensors have their present values again after a ``with`` block."""
+    changed = [*tensors]
+    values = [one.detach().clone() for one in changed]
+    try:
+        yield
+    finally:
+        copy_into(changed, values)
 
 
 def own_part(tensor: Any) -> torch.Tensor:

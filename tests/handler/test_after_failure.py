@@ -11,7 +11,7 @@ from distman import DistributedManager, JobFailed
 from distman.handler import Callback
 from distman.testing import ranks
 
-from .problems import make_handler
+from .problems import make_handler, regression
 
 
 class Dying(Callback):
@@ -19,6 +19,14 @@ class Dying(Callback):
 
     def on_before_backward(self, handler, loss):
         if DistributedManager().rank == 1 and handler.num_steps == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingLater(Callback):
+    """Rank 1 dies before a validation, at whose begin the others wait for the buffers of rank 0."""
+
+    def on_validation_start(self, handler):
+        if DistributedManager().rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -30,13 +38,15 @@ class Hears(Callback):
 
 
 @ranks(2, manager=False, dies=[1])
-@pytest.mark.parametrize("callbacks", [[], [Hears]])
+@pytest.mark.parametrize("callbacks", [[Dying], [Hears, Dying], [DyingLater]])
 def test_each_rank_saves_a_file_of_its_own(callbacks, monkeypatch, tmp_path, rank):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
     monkeypatch.chdir(tmp_path)
     DistributedManager.initialize(timeout=60)
     handler = make_handler(4)
-    for callback in (*callbacks, Dying):
+    handler.set_val_loader(regression(), batch_size=4)
+    handler.module.register_buffer("of_rank_zero", torch.zeros(1))
+    for callback in callbacks:
         handler.add_callback(callback())
     with pytest.raises((JobFailed, RuntimeError)):
         handler.train(2)
