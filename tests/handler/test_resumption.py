@@ -151,7 +151,7 @@ def assert_equal(one, other):
     assert one.optimizer.param_groups[0]["lr"] == other.optimizer.param_groups[0]["lr"]
 
 
-@ranks(3)
+@ranks(2)
 @pytest.mark.parametrize("kind", ["plain", "cached", "workers", "foreign", "stream"])
 def test_a_run_that_was_cut_off_goes_on_bit_for_bit(kind, tmp_path):
     options = {"accumulate": 2, "clip_norm": 1.0, "ema_decay": 0.9}
@@ -161,28 +161,29 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(kind, tmp_path):
     for cut_at in (4, num_steps):
         folder = tmp_path / str(cut_at)
         with pytest.raises(CutOffError):
-            prepare(folder, kind, every_steps=1 if cut_at == 4 else 3, cut_at=cut_at).train(2, **options)
+            prepare(folder, kind, cut_at=cut_at).train(2, **options)
         resumed = prepare(folder, kind)
         resumed.train(2, **options)
         assert_equal(resumed, whole)
         average = dict(resumed.ema_module.named_parameters())
         assert all(torch.equal(average[name], value) for name, value in whole.ema_module.named_parameters())
-    again = prepare(folder, kind)
-    again.train(2, **options)
-    assert again.num_steps == num_steps
-    assert_equal(again, whole)
+    if kind == "plain":
+        again = prepare(folder, kind)
+        again.train(2, **options)
+        assert again.num_steps == num_steps
+        assert_equal(again, whole)
 
 
 @ranks(2)
 @pytest.mark.parametrize("kind", ["own generator", "own generator in workers", "numpy", "python"])
 def test_a_loader_draws_from_its_own_generator_as_if_it_had_never_been_cut_off(kind, tmp_path):
     whole = prepare(None, kind)
-    whole.train(3)
-    for cut_at in (7, 10) if "generator" in kind else (7,):  # within the second epoch, and at its end
+    whole.train(2)
+    for saved_at in (5, 7) if "generator" in kind else (7,):  # at the end of the first epoch, and within the second
         with pytest.raises(CutOffError):
-            prepare(tmp_path / str(cut_at), kind, every_steps=1, cut_at=cut_at + 1).train(3)
-        resumed = prepare(tmp_path / str(cut_at), kind)
-        resumed.train(3)
+            prepare(tmp_path / str(saved_at), kind, every_steps=saved_at, cut_at=saved_at + 1).train(2)
+        resumed = prepare(tmp_path / str(saved_at), kind)
+        resumed.train(2)
         assert_equal(resumed, whole)
 
 
@@ -257,7 +258,7 @@ class AsksForAStop(Callback):
             DistributedManager().request_stop()
 
 
-@ranks(1, 2, 4)
+@ranks(1, 2)
 def test_another_number_of_ranks_goes_on_with_the_same_curve(world_size, tmp_path):
     path = tmp_path / "saved.pt"
     one = make_handler(GLOBAL_BATCH // world_size)
@@ -321,11 +322,14 @@ class Sees(Callback):
 
 @ranks(2)
 @pytest.mark.parametrize(
-    "kinds",
-    [*itertools.product(["dataset", "cached", "loader"], repeat=2), ("loader", "batches"), ("batches", "cached")],
+    ("kinds", "num_before"),
+    [
+        *((kinds, 3) for kinds in itertools.product(["dataset", "cached", "loader"], repeat=2)),
+        *((("loader", "batches"), 3), (("batches", "cached"), 3)),
+        *((("dataset", "loader"), 4), (("loader", "cached"), 4), (("cached", "dataset"), 4)),  # after a whole epoch
+    ],
 )
-@pytest.mark.parametrize("num_before", [3, 4])
-def test_data_that_replace_others_are_read_from_the_beginning(num_before, kinds, rank, world_size):
+def test_data_that_replace_others_are_read_from_the_beginning(kinds, num_before, rank, world_size):
     handler, sees = NNHandler(nn.Linear, in_features=1, out_features=1), Sees()
     handler.set_optimizer(torch.optim.SGD, lr=0.0)
     handler.set_loss_fn(lambda outputs, _: outputs.mean())
@@ -402,14 +406,17 @@ class NotesNumpy(Callback):
 
 
 @ranks(1)
-@pytest.mark.parametrize("kind", ["lr", "options", "batch size", "LambdaLR", "CyclicLR", "SequentialLR", "monitor"])
+@pytest.mark.parametrize("kind", ["options", "LambdaLR", "CyclicLR", "SequentialLR"])
 def test_numbers_of_numpy_are_saved_as_those_of_python(kind, tmp_path):
     def prepared(cut_at=None):
         handler = make_handler(16)
-        handler.set_train_loader(regression(), batch_size=np.int64(16) if kind == "batch size" else 8)
-        if kind in ("lr", "options"):
-            options = {} if kind == "lr" else {"weight_decay": np.float32(0.1), "amsgrad": np.True_}
+        if kind == "options":
+            handler.set_train_loader(regression(), batch_size=np.int64(16))
+            options = {"weight_decay": np.float32(0.1), "amsgrad": np.True_}
             handler.set_optimizer(torch.optim.Adam, lr=np.logspace(-2, -1, 3)[1], **options)
+            keeper = ModelCheckpoint(tmp_path / "kept", monitor="f1", mode="max")
+            for callback in (NotesNumpy(), EarlyStopping("f1", mode="max", patience=2), keeper):
+                handler.add_callback(callback)
         schedules = torch.optim.lr_scheduler
 
         def cosine(optimizer):
@@ -425,10 +432,6 @@ def test_numbers_of_numpy_are_saved_as_those_of_python(kind, tmp_path):
             handler.set_scheduler(
                 lambda one: schedules.SequentialLR(one, [schedules.ConstantLR(one), cosine(one)], milestones=[1])
             )
-        if kind == "monitor":
-            keeper = ModelCheckpoint(tmp_path / "kept", monitor="f1", mode="max")
-            for callback in (NotesNumpy(), EarlyStopping("f1", mode="max", patience=2), keeper):
-                handler.add_callback(callback)
         if cut_at is not None:
             handler.add_callback(CutsOff(cut_at))
         return handler
@@ -436,7 +439,7 @@ def test_numbers_of_numpy_are_saved_as_those_of_python(kind, tmp_path):
     whole = prepared()
     whole.train(3)
     cut, resumed = prepared(cut_at=whole.num_steps - 1), prepared()
-    cut.auto_save(tmp_path / "run", every_steps=1)
+    cut.auto_save(tmp_path / "run", every_steps=whole.num_steps - 2)
     with pytest.raises(CutOffError):
         cut.train(3)
     resumed.auto_save(tmp_path / "run", on_change="error")
@@ -511,7 +514,7 @@ class Scores(Callback):
 
 
 @ranks(2)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_best_few_are_kept_over_a_resumption(seed, tmp_path):
     drawn = random.Random(seed)  # noqa: S311 - a test
     scores = [drawn.choice([0.1, 0.2, 0.3, 0.4, 0.5, math.nan]) for _ in range(9)]
@@ -595,28 +598,28 @@ def test_a_short_last_window_of_batches_of_ones_own_is_not_repeated(tmp_path):
     assert_equal(resumed, whole)
 
 
-@ranks(3)
+@ranks(2)
 @pytest.mark.parametrize("has_own_batches", [False, True])
-@pytest.mark.parametrize("accumulate", [2, 3])
-def test_a_training_goes_on_after_any_step_of_any_window(accumulate, has_own_batches, rank, world_size, tmp_path):
-    """The last window of an epoch has fewer batches in some of them: all have been read when its step is taken."""
+def test_a_training_goes_on_after_any_step_of_any_window(has_own_batches, rank, world_size, tmp_path):
+    """The last window of an epoch has fewer batches: all have been read when its step is taken."""
     inputs, targets = regression().tensors
     mine = TensorDataset(inputs[rank::world_size], targets[rank::world_size])
 
     def prepared():
-        data = DataLoader(mine, batch_size=7) if has_own_batches else regression()
-        handler = make_handler(7)
-        handler.set_train_loader(data, **({} if has_own_batches else {"batch_size": 7}))
+        handler = make_handler(8)  # of five batches
+        if has_own_batches:
+            handler.set_train_loader(DataLoader(mine, batch_size=8))  # of which rank 1 has four
         return handler
 
     whole = prepared()
-    for step in range(1, 30):
+    for step in range(1, 5):
         whole.add_callback(SavesAt(tmp_path / f"{step}.pt", step))
-    whole.train(2, accumulate=accumulate)
-    for step in range(1, whole.num_steps + 1):
+    whole.train(2, accumulate=3)
+    assert whole.num_steps == 4
+    for step in range(1, 5):
         resumed = prepared()
         resumed.load(tmp_path / f"{step}.pt")
-        resumed.train(2, accumulate=accumulate)
+        resumed.train(2, accumulate=3)
         assert_equal(resumed, whole)
 
 
@@ -745,14 +748,14 @@ class Freezes(Callback):
         handler.module.norm.train(mode=epoch == 0)
 
 
-@ranks(3)
-@pytest.mark.parametrize(("cut_at", "strategy"), [(6, "ddp"), (9, "ddp"), (9, "fsdp")])
+@ranks(2)
+@pytest.mark.parametrize(("cut_at", "strategy"), [(6, "ddp"), (9, "fsdp")])
 def test_statistics_that_a_program_has_frozen_are_those_of_each_rank(cut_at, strategy, world_size, tmp_path):
     def prepared(cut_at=None):
         handler = NNHandler(Normed, seed=1, strategy=strategy)
         handler.set_optimizer(torch.optim.Adam, lr=0.02)
         handler.set_loss_fn(nn.functional.mse_loss)
-        handler.set_train_loader(regression(num_samples=60), batch_size=15 // world_size)
+        handler.set_train_loader(regression(num_samples=60), batch_size=16 // world_size)
         handler.add_callback(Freezes())
         if cut_at is not None:
             handler.add_callback(CutsOff(cut_at))
@@ -761,7 +764,7 @@ def test_statistics_that_a_program_has_frozen_are_those_of_each_rank(cut_at, str
     whole = prepared()
     whole.train(3, ema_decay=0.9)
     cut, resumed = prepared(cut_at), prepared()
-    cut.auto_save(tmp_path, every_steps=1)
+    cut.auto_save(tmp_path, every_steps=cut_at - 1)
     with pytest.raises(CutOffError):
         cut.train(3, ema_decay=0.9)
     resumed.auto_save(tmp_path)
