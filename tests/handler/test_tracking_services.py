@@ -39,8 +39,13 @@ def train_in_two_jobs(make_tracker, folder):
     raise AssertionError
 
 
-def test_mlflow_has_one_run_with_each_step_once(tmp_path):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"  # a server takes longer to install than all other packages
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory):
+    """A database, which takes a second to make; a server takes longer to install than all other packages."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
+def test_mlflow_has_one_run_with_each_step_once(tmp_path, uri):
     history, name = train_in_two_jobs(lambda: MLflowTracker(uri, experiment="mine", params={"lr": 0.02}), tmp_path)
     client = MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
@@ -51,9 +56,9 @@ def test_mlflow_has_one_run_with_each_step_once(tmp_path):
     assert epochs == dict(zip([5, 10], history["loss"], strict=True))
 
 
-def test_mlflow_takes_a_name_as_a_name(tmp_path):
+def test_mlflow_takes_a_name_as_a_name(uri):
     """Each name finds its own run, and no other one, whatever the language of its questions makes of it."""
-    uri, generator = f"sqlite:///{tmp_path}/mlflow.db", random.Random(5)  # noqa: S311 - no secret
+    generator = random.Random(5)  # noqa: S311 - no secret
     names = {"mine", *("".join(generator.choices("a%_;-=()[]{},.:#$&*? é", k=6)) for _ in range(8))}
     for step in (0, 1):
         for name in names:
