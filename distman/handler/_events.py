@@ -227,7 +227,8 @@ class Callbacks:
     """
 
     def __init__(self) -> None:
-        self.handler: NNHandler  # set as a training begins: before, it is freed with its last reference
+        # A weak reference, set as a training begins: a handler, with its loaders' workers, is freed with its last one.
+        self.handler: Callable[[], Any]
         self._first: list[Callback] = []
         self._last: list[Callback] = []
         self._called: dict[str, list[int]] = {}  # indices, for what has happened since the latest step, or epoch
@@ -253,7 +254,7 @@ class Callbacks:
         for index, callback in enumerate(self):
             if index not in called:
                 called.append(index)
-                getattr(callback, event)(self.handler, *args)
+                getattr(callback, event)(self.handler(), *args)
 
     def begin(self) -> None:
         """Forget which have been called: a step or an epoch is over, and its events begin."""

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -92,8 +93,8 @@ class Training:
         callbacks: Callbacks,
         limits: Limits,
     ) -> None:
-        self._handler, self.engine, self._learn = handler, engine, _learning(setup, engine)
-        engine.emit, callbacks.handler = callbacks.emit, handler
+        self.engine, self._learn = engine, _learning(setup, engine)
+        engine.emit, callbacks.handler = callbacks.emit, weakref.ref(handler)
         self._data, self._source, self._schedules = setup.train_data, setup.make_source(), setup.make_schedules()
         self._new_accumulators = Numbers if setup.step is not None else functools.partial(Accumulators, setup.metrics)
         self._accumulators: Accumulators = self._new_accumulators()
@@ -344,7 +345,7 @@ class Training:
         if self._record is None:
             results = {"epoch": float(self.epoch), **self._accumulators.compute()}
             is_due = self._limits.validate_every_steps is None and (self.epoch + 1) % self._limits.validate_every == 0
-            self._record = results | (self._validate() if is_due and self._handler.validates else {})
+            self._record = results | (self._validate() if is_due and self._callbacks.handler().validates else {})
         record = self._record
         if "val_loss" in record:
             self._callbacks.emit_rest("on_validation_end", record)
@@ -369,7 +370,7 @@ class Training:
     def _validate(self) -> Record:
         self.engine.check()  # before the best of the weights is chosen
         self._callbacks.emit_rest("on_validation_start")
-        return {f"val_{name}": value for name, value in self._handler.validate().items()}
+        return {f"val_{name}": value for name, value in self._callbacks.handler().validate().items()}
 
     def _validate_within(self) -> None:
         """Validate within the epoch, if that is due and has not been done."""
@@ -396,7 +397,7 @@ class Training:
 
     def _save(self) -> None:
         if self._auto_save is not None:
-            save_in(self._auto_save.folder, self._handler)
+            save_in(self._auto_save.folder, self._callbacks.handler())
 
     def _agree_to_stop(self) -> None:
         """End the training on all ranks if one of them asked for it."""

@@ -233,7 +233,7 @@ def test_a_callback_that_is_new_is_not_called_for_what_it_has_missed():
 
     before, after = Callbacks(), Callbacks()
     before.emit_rest("on_epoch_end", {"epoch": 0})
-    after.handler = None
+    after.handler = lambda: None
     after.add(Later(), is_last=False)
     after.set_called(before.called())
     after.emit_rest("on_epoch_end", {"epoch": 0})

@@ -238,12 +238,17 @@ def test_a_handler_that_predicts_computes_no_gradient(mode):
     assert not calls
 
 
-@ranks(1)
-def test_a_handler_that_has_not_trained_is_freed_with_its_last_reference():
+@ranks(1, 2)
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_handler_is_freed_with_its_last_reference(trains, world_size):
+    """And with it the workers of a loader, which wait for seconds where they are found in a cycle of references."""
     handler = make_handler(8)
     handler.add_callback(Recorder([]))
     handler.predict(regression().tensors[0])
-    module = weakref.ref(handler.module)
+    if trains:
+        handler.train(1)
+    is_wrapped = world_size > 1  # DistributedDataParallel keeps the module in cycles of its own
+    module = weakref.ref(handler if is_wrapped else handler.module)
     gc.collect()
     gc.disable()
     try:
