@@ -279,7 +279,7 @@ def test_early_stopping_and_checkpoints(tmp_path):
     assert len(handler.train_losses) == 4
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize(
     ("interval", "saves_last", "saved"),
     [(-1, True, [3]), (-1, False, [3]), (2, True, [2, 3]), (2, False, [2]), (3, True, [3]), (0, True, [])],
@@ -541,7 +541,7 @@ PREDICTED = {
 }
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 @pytest.mark.parametrize("kind", PREDICTED)
 def test_predictions_are_what_the_model_returns_for_each_batch(kind, rank):
     class Model(torch.nn.Module):
