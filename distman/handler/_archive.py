@@ -163,7 +163,10 @@ class Archive:
         """Write the state. Collective; local once another rank has failed."""
         state = self.state_dict()
         if has_failed() and not (sharded or self._model.is_sharded):
-            checkpoint.save(state, _own_path(path), local=True)
+            name = os.fspath(path)  # or a URL, which is not a Path
+            suffix = PurePath(name).suffix
+            own_path = f"{name.removesuffix(suffix)}.rank{DistributedManager().rank}{suffix}"
+            checkpoint.save(state, own_path, local=True)
         elif sharded:
             checkpoint.save_sharded(_parts_of(state), path)
         else:
@@ -218,12 +221,6 @@ class Archive:
             if self.auto_save.requeues:
                 DistributedManager().requeue()
         raise Preempted(os.EX_TEMPFAIL)  # try again later
-
-
-def _own_path(path: str | os.PathLike[str]) -> str:
-    name = os.fspath(path)  # or a URL, which is not a Path
-    suffix = PurePath(name).suffix
-    return f"{name.removesuffix(suffix)}.rank{DistributedManager().rank}{suffix}"
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -125,19 +125,14 @@ def sign_of(mode: str) -> float:
 
 
 def as_numbers(records: Sequence[Record]) -> list[Record]:
-    """Return copies of records as :func:`turn_into_numbers` leaves them."""
-    copies = [dict(record) for record in records]
-    for copy in copies:
-        turn_into_numbers(copy)
-    return copies
+    """Return copies of records in which what callbacks have added, of NumPy or torch say, is a number of Python."""
+    return [{name: _as_number(name, value) for name, value in record.items()} for record in records]
 
 
-def turn_into_numbers(record: Record) -> None:
-    """Turn what callbacks have added to a record into numbers, those of NumPy and torch say."""
-    for name, value in record.items():
-        try:
-            record[name] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(
-                f"{name} in the record of an epoch must be a number, got a {type(value).__name__}. Log anything else."
-            ) from error
+def _as_number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} in the record of an epoch must be a number, got a {type(value).__name__}. Log anything else."
+        ) from error

@@ -370,15 +370,12 @@ class MLflowTracker(Tracker):
         if found:
             self._id = found[0].info.run_id
             client.update_run(self._id, status="RUNNING")
-            self._written = {name: self._last_step(name) for name in found[0].data.metrics}
+            histories = {name: client.get_metric_history(self._id, name) for name in found[0].data.metrics}
+            self._written = {name: max(metric.step for metric in one) for name, one in histories.items()}
             return
         self._id = client.create_run(number, tags={_TAG: run}, run_name=run).info.run_id
         for name, value in self._params.items():
             client.log_param(self._id, name, value)
-
-    def _last_step(self, name: str) -> int:
-        steps: list[int] = [metric.step for metric in self._client.get_metric_history(self._id, name)]
-        return max(steps)
 
     def write(self, kind: Kind, records: Sequence[Record]) -> None:
         from mlflow.entities import Metric

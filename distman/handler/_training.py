@@ -17,13 +17,13 @@ import torch
 from distman._base.arguments import check_number
 from distman._base.text import printable
 from distman._coordination.wait_scope import has_failed
-from distman.collectives import all_gather_objects, fused_all_reduce
+from distman.collectives import all_gather_objects
 from distman.data import generators_state, set_generators_state
 from distman.errors import DistmanError, NonFiniteLossError
 from distman.handler._accumulators import Accumulators, Numbers, StepRecords, TakenStep
 from distman.handler._archive import save_in
 from distman.handler._events import Callbacks
-from distman.handler._history import Record, as_numbers, turn_into_numbers
+from distman.handler._history import Record, as_numbers
 from distman.handler._objective import Outcome
 from distman.handler._reporting import ProgressBar, Reporter
 from distman.handler._setup import Setup
@@ -116,7 +116,8 @@ class Training:
 
     def run(self, *, progress: bool | None = None) -> bool:
         """Train until the limits are reached; return False if the job was asked to stop before. Collective."""
-        self._step_records = StepRecords(are_kept=_is_any(self._callbacks.has_listeners("on_step_records")))
+        are_kept = all_gather_objects(self._callbacks.has_listeners("on_step_records"))
+        self._step_records = StepRecords(are_kept=any(are_kept))
         self._callbacks.emit("on_train_begin")
         if self._emitted:
             self._callbacks.emit_rest("on_step_records", self._emitted)
@@ -387,7 +388,7 @@ class Training:
 
     def _tell(self, event: str, record: Record) -> None:
         self._callbacks.emit_rest(event, record)
-        turn_into_numbers(record)
+        record |= as_numbers([record])[0]
         self._reporter.log_record(record, self._limits.epochs)
         self._agree_to_stop()
         self.pending = ""
@@ -401,13 +402,9 @@ class Training:
 
     def _agree_to_stop(self) -> None:
         """End the training on all ranks if one of them asked for it."""
-        if _is_any(self._stop_reason):  # a number first: the reasons are pickles, which take longer
-            self.reason, self._stop_reason = next(filter(None, all_gather_objects(self._stop_reason))), ""
+        if reasons := [*filter(None, all_gather_objects(self._stop_reason))]:
+            self.reason, self._stop_reason = reasons[0], ""
             self._reporter.log("stopped: %s", printable(self.reason))
-
-
-def _is_any(value: object) -> bool:
-    return bool(fused_all_reduce(torch.tensor(int(bool(value)), device=DistributedManager().device)).item())
 
 
 def _learning(setup: Setup, engine: Engine) -> Callable[[Any], Any]:

@@ -538,8 +538,7 @@ class NNHandler:
         """
         refuse(corrector_steps=corrector_steps, patch_size=patch_size, stride=stride, on_step=on_step)
         refuse(patch_chunk=patch_chunk)
-        self._check_sde("sample")
-        module = self.ema if apply_ema and self.ema is not None else self.module
+        module = self._evaluated("sample", apply_ema)
 
         def score_fn(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             value = self._score(module, t, x, *(condition or ()))
@@ -571,8 +570,7 @@ class NNHandler:
             TypeError: The equation is not one of :mod:`distman.score`.
         """
         refuse(t0=t0, t1=t1)
-        self._check_sde("log_likelihood")
-        module = self.ema if apply_ema and self.ema is not None else self.module
+        module = self._evaluated("log_likelihood", apply_ema)
         with evaluating(module):
             return score.log_likelihood(
                 lambda t, x: self._score(module, t, x, *args),
@@ -594,13 +592,15 @@ class NNHandler:
             return None
         return self.sampler.sample(N, device=self.device if device is None else torch.device(device))
 
-    def _check_sde(self, method: str) -> None:
+    def _evaluated(self, method: str, apply_ema: bool) -> torch.nn.Module:
         if not isinstance(self.sde, score.SDE):
             raise TypeError(
                 f"sde must be an equation of distman.score for {method}(), got {self.sde!r}. Call "
                 "set_sde(distman.score.VarianceExploding, sigma_max=...) or the like, or draw samples with your own "
                 "loop over handler.score(t, x)."
             )
+        module: torch.nn.Module = self.ema if apply_ema and self.ema is not None else self.module
+        return module
 
 
 def _loader_options(dataloader_type: DataLoaderType, loader_kwargs: dict[str, Any]) -> dict[str, Any]:
