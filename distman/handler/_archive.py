@@ -86,7 +86,7 @@ class Archive:
     """The history of a training, how far it is, and the state from which it is resumed."""
 
     def __init__(self, model: TrainedModel, callbacks: Callbacks, reporter: Reporter) -> None:
-        self._model, self._callbacks, self._reporter = model, callbacks, reporter
+        self._model, self.callbacks, self.reporter = model, callbacks, reporter
         self.history = History()
         self.auto_save: AutoSave | None = None
         self.training: Training | None = None  # of the latest run, or of the current one
@@ -109,7 +109,7 @@ class Archive:
         if self._loaded:
             training.load_state_dict(self._loaded, self._changes)
         elif self._loaded is not None:
-            self._callbacks.begin()
+            self.callbacks.begin()
             self._changes.report()
         elif self.training is not None:
             training.go_on_from(self.training)
@@ -134,14 +134,14 @@ class Archive:
             "model": self._model.state_dict(),
             "training": training or None,
             "history": self.history.state_dict(),
-            "callbacks": self._callbacks.state_dict(),
+            "callbacks": self.callbacks.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
         changes = changes or Changes()
         self._model.load_state_dict(state["model"], changes)
         self.history.load_state_dict(state["history"])
-        self._callbacks.load_state_dict(state["callbacks"])
+        self.callbacks.load_state_dict(state["callbacks"])
         self._loaded, self._changes = state["training"] or {}, changes
 
     def load(self, path: str | os.PathLike[str], changes: Changes) -> None:
@@ -197,7 +197,7 @@ class Archive:
         auto_save.is_awaited, auto_save.found = False, None
         if saved is not None:
             self.load_state_dict(saved, Changes(auto_save.on_change))
-            self._reporter.log("resuming from step %d, saved in %s", self.num_steps, auto_save.folder.path)
+            self.reporter.log("resuming from step %d, saved in %s", self.num_steps, auto_save.folder.path)
         return False
 
     def _load_latest(self, folder: CheckpointFolder) -> Any:
@@ -211,13 +211,13 @@ class Archive:
         self._is_passed = True
         self._model.load_state_dict(saved["model"], Changes("program"))
         self.history.load_state_dict({name: saved["history"][name][: end[name]] for name in ("records", "validations")})
-        self._reporter.log("train() number %d was done by an earlier run", len(self._phases))
+        self.reporter.log("train() number %d was done by an earlier run", len(self._phases))
 
     def end_program(self) -> NoReturn:
         if self.auto_save is None:
-            self._reporter.log("asked to stop; nothing was saved: call auto_save() before train()")
+            self.reporter.log("asked to stop; nothing was saved: call auto_save() before train()")
         else:
-            self._reporter.log("asked to stop; saved in %s", self.auto_save.folder.path)
+            self.reporter.log("asked to stop; saved in %s", self.auto_save.folder.path)
             if self.auto_save.requeues:
                 DistributedManager().requeue()
         raise Preempted(os.EX_TEMPFAIL)  # try again later

@@ -570,9 +570,7 @@ class NNHandler:
         if self._archive.auto_save is not None:
             check_writable(self._archive.auto_save.folder)
         engine = self._setup.make_engine(self._model, options)
-        training = Training(
-            self, self._setup, self._archive, engine, reporter=self._reporter, callbacks=self._callbacks, limits=limits
-        )
+        training = Training(self, self._setup, self._archive, engine, limits)
         self._archive.follow(training)
         if not self.module.training:
             self.module.train()

@@ -98,18 +98,15 @@ class ScoreBased:
         condition = batch[1] if self._is_conditional else None
         return Outcome(score.denoising_loss(model, self.sde, samples, condition, **self._loss_options))
 
-    def _score(
-        self, model: torch.nn.Module, t: torch.Tensor, x: torch.Tensor, *condition: torch.Tensor, guidance: float = 1.0
-    ) -> torch.Tensor:
-        with evaluating(model):
-            null = self._null_condition
-            return score.score(model, self.sde, t, x, *condition, guidance=guidance, null_condition=null)
+    def _score_of(self, model: torch.nn.Module, **options: Any) -> Callable[..., torch.Tensor]:
+        return functools.partial(score.score, model, self.sde, null_condition=self._null_condition, **options)
 
     def sample(
         self, model: torch.nn.Module, shape: Sequence[int], *, guidance: float = 1.0, **kwargs: Any
     ) -> torch.Tensor:
-        score_fn = functools.partial(self._score, model, guidance=guidance)
-        return score.sample(score_fn, self.sde, shape, **kwargs)
+        with evaluating(model):
+            return score.sample(self._score_of(model, guidance=guidance), self.sde, shape, **kwargs)
 
     def log_likelihood(self, model: torch.nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return score.log_likelihood(functools.partial(self._score, model), self.sde, x, **kwargs)
+        with evaluating(model):
+            return score.log_likelihood(self._score_of(model), self.sde, x, **kwargs)

@@ -436,14 +436,10 @@ def _length_until(path: Path, run: str, step: int) -> int:
     length = 0
     with path.open("rb") as file:
         for line in iter(file.readline, b""):
-            if line.endswith(b"\n") and not _is_later(line, run, step):
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line of another program
+                values = json.loads(line)
+                if values["run"] == run and values["step"] > step:
+                    continue
+            if line.endswith(b"\n"):
                 length = file.tell()
     return length
-
-
-def _is_later(line: bytes, run: str, step: int) -> bool:
-    try:
-        values = json.loads(line)
-        return bool(values["run"] == run and values["step"] > step)
-    except (ValueError, TypeError, KeyError):  # a line of another program
-        return False

@@ -22,10 +22,9 @@ from distman.data import generators_state, set_generators_state
 from distman.errors import DistmanError, NonFiniteLossError
 from distman.handler._accumulators import Accumulators, Numbers, StepRecords, TakenStep
 from distman.handler._archive import save_in
-from distman.handler._events import Callbacks
 from distman.handler._history import Record, as_numbers
 from distman.handler._objective import Outcome
-from distman.handler._reporting import ProgressBar, Reporter
+from distman.handler._reporting import ProgressBar
 from distman.handler._setup import Setup
 from distman.manager import DistributedManager
 from distman.metrics import aggregate_loss
@@ -82,24 +81,15 @@ class Training:
     it calls the callbacks that have not been called for the event, and does what follows.
     """
 
-    def __init__(
-        self,
-        handler: NNHandler,
-        setup: Setup,
-        archive: Archive,
-        engine: Engine,
-        *,
-        reporter: Reporter,
-        callbacks: Callbacks,
-        limits: Limits,
-    ) -> None:
+    def __init__(self, handler: NNHandler, setup: Setup, archive: Archive, engine: Engine, limits: Limits) -> None:
+        callbacks = archive.callbacks
         self.engine, self._learn = engine, _learning(setup, engine)
         engine.emit, callbacks.handler = callbacks.emit, weakref.ref(handler)
         self._data, self._source, self._schedules = setup.train_data, setup.make_source(), setup.make_schedules()
         self._new_accumulators = Numbers if setup.step is not None else functools.partial(Accumulators, setup.metrics)
         self._accumulators: Accumulators = self._new_accumulators()
         self._history, self._auto_save = archive.history, archive.auto_save
-        self._reporter, self._callbacks, self._limits = reporter, callbacks, limits
+        self._reporter, self._callbacks, self._limits = archive.reporter, callbacks, limits
         self.epoch = self.num_batches = 0  # the current epoch, or the next one; and this rank's batches in it
         self.num_passes = 0  # through the data, that are over; epochs may end before the data do
         self.validated_at = 0  # number of steps at the latest validation within an epoch
