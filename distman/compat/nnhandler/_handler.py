@@ -411,17 +411,11 @@ class NNHandler:
         return ["loss", "val_loss", "epoch_time", "lr", *self.metrics, *(f"val_{name}" for name in self.metrics)]
 
     def plot_losses(self, log_y_scale: bool = False, save_path: str | None = None) -> None:
-        """Plot the losses into a file, on rank 0.
-
-        Collective.
-        """
+        """Plot the losses into a file, on rank 0. Collective."""
         self.distman.plot_losses(_path_of_plot(save_path), log=log_y_scale)
 
     def plot_metrics(self, log_y_scale: bool = False, save_path_prefix: str | None = None) -> None:
-        """Plot each metric into a file of its own, on rank 0.
-
-        Collective.
-        """
+        """Plot each metric into a file of its own, on rank 0. Collective."""
         refuse(log_y_scale=log_y_scale)
         prefix = _path_of_plot(save_path_prefix)
         for name in self.metrics:

@@ -101,19 +101,13 @@ class DistributedManager(distman.manager.DistributedManager, metaclass=_OneState
 
     @classmethod
     def initialize_slurm(cls, port: int | str | None = None) -> None:
-        """Initialize by what srun says.
-
-        Collective.
-        """
+        """Initialize by what srun says. Collective."""
         _meet_at(None, port)
         cls.initialize(method="slurm")
 
     @classmethod
     def initialize_open_mpi(cls, addr: str | None = None, port: int | str | None = None) -> None:
-        """Initialize by what Open MPI's mpirun says.
-
-        Collective.
-        """
+        """Initialize by what Open MPI's mpirun says. Collective."""
         _meet_at(addr, port)
         cls.initialize(method="openmpi")
 

@@ -66,10 +66,7 @@ def compute_split_shapes(size: int, num_chunks: int) -> list[int]:
 
 
 def get_memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """Return channels_last for a tensor with that layout in memory, else the contiguous format.
-
-    Local.
-    """
+    """Return channels_last for a tensor with that layout in memory, else the contiguous format. Local."""
     return torch.channels_last if tensor.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
 
 
@@ -87,10 +84,7 @@ def pad_helper(tensor: torch.Tensor, dim: int, new_size: int, mode: str = "zero"
 
 
 def truncate_helper(tensor: torch.Tensor, dim: int, new_size: int) -> torch.Tensor:
-    """Return what is below an index along a dim, as a new tensor of the same memory format.
-
-    Local. Differentiable.
-    """
+    """Return what is below an index along a dim, as a new tensor of the same memory format. Local. Differentiable."""
     return tensor.narrow(dim, 0, new_size).contiguous(memory_format=get_memory_format(tensor))
 
 
@@ -133,10 +127,7 @@ def distributed_transpose(
 def all_gather_v_wrapper(
     tensor: torch.Tensor, sizes: Sequence[Any] | None = None, dim: int = 0, group: GroupLike = None
 ) -> torch.Tensor:
-    """Do what :func:`distman.collectives.all_gather_v` does, without a gradient.
-
-    Collective. Blocking.
-    """
+    """Do what :func:`distman.collectives.all_gather_v` does, without a gradient. Collective. Blocking."""
     lengths = None if sizes is None else [size[dim] if isinstance(size, Sequence) else size for size in sizes]
     with torch.no_grad():
         full = collectives.all_gather_v(tensor, lengths, dim, group=group)
@@ -156,10 +147,7 @@ def indexed_all_to_all_v_wrapper(
     dim: int = 0,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Do what :func:`distman.collectives.indexed_all_to_all_v` does, without a gradient.
-
-    Collective. Blocking.
-    """
+    """Do what :func:`distman.collectives.indexed_all_to_all_v` does, without a gradient. Collective. Blocking."""
     return collectives.indexed_all_to_all_v(tensor, indices, sizes, dim=dim, group=group)
 
 
