@@ -22,7 +22,7 @@ from distman.errors import DistmanError, NonFiniteLossError
 from distman.manager import DistributedManager
 from distman.training._model import TrainedModel
 from distman.training._optimizers import UNNAMED, Changes, Optimizers, needs_closure
-from distman.training._sharding import copy_into, norm_over_shards, own_part
+from distman.training._sharding import copy_into, forget_step, norm_over_shards, own_part
 from distman.training._sources import Step
 
 Closure = Callable[[], torch.Tensor]
@@ -80,7 +80,8 @@ class Engine:
         *,
         wraps: bool,
     ) -> None:
-        model.forget_step()
+        if model.is_sharded:
+            forget_step(model.module)  # that raised
         self.model, self._options, self._wraps = model, options, wraps
         self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
         self._optimizers = Optimizers(model.module, optimizers, given)

@@ -98,10 +98,6 @@ class TrainedModel:
             self.wrapped.register_forward_pre_hook(self._refuse)
             self._is_sorted = False
 
-    def forget_step(self) -> None:
-        if self.is_sharded:
-            sharding.forget_step(self.module)
-
     def _trainable(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 

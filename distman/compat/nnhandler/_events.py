@@ -176,13 +176,10 @@ class Bridge(ours.Callback):
 
     def forward(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return the outputs for a batch and its targets; for a score-based model, the model and the samples."""
+        parts = batch if isinstance(batch, list | tuple) else [batch]
         if self._nn._model_type is ModelType.SCORE_BASED:
             self._begin_batch(batch)
-            return model, batch[0] if isinstance(batch, list | tuple) else batch
-        return self._outputs(model, batch)
-
-    def _outputs(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
-        parts = batch if isinstance(batch, list | tuple) else [batch]
+            return model, parts[0]
         is_own_target = self._nn._model_type is ModelType.GENERATIVE
         if len(parts) < 2 and not is_own_target and self.phase:
             raise ValueError(
