@@ -38,7 +38,7 @@ class Hears(Callback):
 
 
 @ranks(2, manager=False, dies=[1])
-@pytest.mark.parametrize("callbacks", [[Dying], [Hears, Dying], [DyingLater]])
+@pytest.mark.parametrize("callbacks", [[Hears, Dying], [DyingLater]])
 def test_each_rank_saves_a_file_of_its_own(callbacks, monkeypatch, tmp_path, rank):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
     monkeypatch.chdir(tmp_path)

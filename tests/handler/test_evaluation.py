@@ -279,7 +279,7 @@ def test_names_and_shapes_of_metrics():
     assert isinstance(handler.module, Network)
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_metrics_of_torchmetrics_are_those_of_one_process_also_with_ranks_without_samples():
     from torchmetrics import MetricCollection  # here, since it takes each worker seconds
     from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC

@@ -158,7 +158,7 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(kind, tmp_path):
     whole = prepare(None, kind)
     whole.train(2, **options)
     num_steps = whole.num_steps
-    for cut_at in (4, num_steps):
+    for cut_at in (4, num_steps) if kind in ("plain", "stream") else (4,):
         folder = tmp_path / str(cut_at)
         with pytest.raises(CutOffError):
             prepare(folder, kind, cut_at=cut_at).train(2, **options)
@@ -179,7 +179,7 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(kind, tmp_path):
 def test_a_loader_draws_from_its_own_generator_as_if_it_had_never_been_cut_off(kind, tmp_path):
     whole = prepare(None, kind)
     whole.train(2)
-    for saved_at in (5, 7) if "generator" in kind else (7,):  # at the end of the first epoch, and within the second
+    for saved_at in (5, 7) if kind == "own generator" else (7,):  # at the end of the first epoch, and within the second
         with pytest.raises(CutOffError):
             prepare(tmp_path / str(saved_at), kind, every_steps=saved_at, cut_at=saved_at + 1).train(2)
         resumed = prepare(tmp_path / str(saved_at), kind)
