@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ _MIXING = (
 )
 
 
-def _made(layer: type[nn.Module], base: type[OnBlocks], **attributes: Any) -> tuple[type[nn.Module], type[nn.Module]]:
-    name, text = f"Blocks{layer.__name__}", f"A {layer.__name__} that computes on blocks."
-    made = type(name, (base, layer), {"__module__": __name__, "__doc__": text, **attributes})
+def _made(
+    layer: type[nn.Module], compute: Callable[..., Any], **attributes: Any
+) -> tuple[type[nn.Module], type[nn.Module]]:
+    name = f"Blocks{layer.__name__}"
+    made = type(name, (OnBlocks, layer), {"__module__": __name__, "compute": compute, **attributes})
     globals()[name] = made  # where pickle looks for it
     return layer, made
 
@@ -33,31 +36,31 @@ def _made(layer: type[nn.Module], base: type[OnBlocks], **attributes: Any) -> tu
 _LAYERS = dict(
     [
         *(
-            _made(getattr(nn, name.format(num)), base, num_dims=num, **attributes)
-            for name, base, attributes in (
-                ("Conv{}d", _local.Conv, {}),
-                ("ConvTranspose{}d", _local.ConvTranspose, {}),
-                ("MaxPool{}d", _local.Pool, {"is_max": True, "value": -math.inf}),
-                ("AvgPool{}d", _local.Pool, {"is_max": False}),
-                ("AdaptiveMaxPool{}d", _local.AdaptivePool, {"is_max": True}),
-                ("AdaptiveAvgPool{}d", _local.AdaptivePool, {"is_max": False}),
-                ("BatchNorm{}d", _global.RunningNorm, {"is_over_batch": True}),
-                ("InstanceNorm{}d", _global.RunningNorm, {"is_over_batch": False}),
-                ("ZeroPad{}d", _local.Pad, {"boundary": "zeros"}),
-                ("ConstantPad{}d", _local.Pad, {"boundary": "zeros"}),
-                ("ReflectionPad{}d", _local.Pad, {"boundary": "reflect"}),
-                ("ReplicationPad{}d", _local.Pad, {"boundary": "replicate"}),
-                ("CircularPad{}d", _local.Pad, {"boundary": "circular"}),
+            _made(getattr(nn, name.format(num)), compute, num_dims=num, **attributes)
+            for name, compute, attributes in (
+                ("Conv{}d", _local.conv, {}),
+                ("ConvTranspose{}d", _local.conv_transpose, {}),
+                ("MaxPool{}d", _local.pool, {"is_max": True, "value": -math.inf}),
+                ("AvgPool{}d", _local.pool, {"is_max": False}),
+                ("AdaptiveMaxPool{}d", _local.adaptive_pool, {"is_max": True}),
+                ("AdaptiveAvgPool{}d", _local.adaptive_pool, {"is_max": False}),
+                ("BatchNorm{}d", _global.running_norm, {"is_over_batch": True}),
+                ("InstanceNorm{}d", _global.running_norm, {"is_over_batch": False}),
+                ("ZeroPad{}d", _local.pad, {}),
+                ("ConstantPad{}d", _local.pad, {}),
+                ("ReflectionPad{}d", _local.pad, {"boundary": "reflect"}),
+                ("ReplicationPad{}d", _local.pad, {"boundary": "replicate"}),
+                ("CircularPad{}d", _local.pad, {"boundary": "circular"}),
             )
             for num in (1, 2, 3)
         ),
-        *(_made(one, _local.Upsample) for one in (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d)),
-        _made(nn.GroupNorm, _global.GroupNorm),
-        _made(nn.LayerNorm, _global.LayerNorm),
-        _made(nn.PixelShuffle, _local.PixelShuffle),
-        _made(nn.PixelUnshuffle, _local.PixelUnshuffle),
-        _made(_local.Roll, _local.RollOnBlocks),
-        _made(_global.SpectralConv, _global.SpectralConvOnBlocks),
+        *(_made(one, _local.upsample) for one in (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d)),
+        _made(nn.GroupNorm, _global.group_norm),
+        _made(nn.LayerNorm, _global.layer_norm),
+        _made(nn.PixelShuffle, _local.pixel_shuffle),
+        _made(nn.PixelUnshuffle, _local.pixel_unshuffle),
+        _made(_local.Roll, _local.roll),
+        _made(_global.SpectralConv, _global.spectral_conv),
     ]
 )
 
@@ -127,12 +130,9 @@ class Root(nn.Module):
     @outside_graphs  # of torch.compile, which does not see how fields are split
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._domain.lay_out(self, [*tensors_in((args, kwargs))])
-        outer, self._domain.guard = self._domain.guard, Guard(self)
-        try:
-            with self._domain.guard as guard:
-                result = super().forward(*args, **kwargs)
-        finally:
-            self._domain.guard = outer
+        guard = Guard(self, self._domain)
+        with self._domain.guarded(guard), guard:
+            result = super().forward(*args, **kwargs)
         for tensor in tensors_in(result):
             if guard.find(tensor) is None:
                 raise ValueError(

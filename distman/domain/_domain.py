@@ -66,6 +66,15 @@ class Domain:
         self.guard: Guard | None = None  # while the model runs
         self.seen: dict[tuple[Any, ...], Layout | None] = {}  # by layer and shape; None: split in several ways
 
+    @contextlib.contextmanager
+    def guarded(self, guard: Guard | None) -> Iterator[None]:
+        """Let a guard look at functions, or none."""
+        outer, self.guard = self.guard, guard
+        try:
+            yield
+        finally:
+            self.guard = outer
+
     def lay_out(self, module: torch.nn.Module, tensors: list[torch.Tensor]) -> None:
         """Find out how the inputs of a call are split."""
         ndim = tensors[0].ndim if tensors else 0
@@ -104,14 +113,19 @@ class OnBlocks:
     """A layer of torch, with the same parameters, that computes on blocks what that one does on the full field."""
 
     _domain: Domain
+    compute: Callable[..., tuple[torch.Tensor, Layout]]  # of an input and how it is split: the result, and how that is
+    boundary: Boundary = "zeros"  # what is beyond the ends of the field
+    value: float = 0  # where that is "zeros"
 
-    def compute(self, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        """Return the result, and how it is split."""
-        raise NotImplementedError
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        with self._domain.guard.paused() if self._domain.guard is not None else contextlib.nullcontext():
-            layout = self._layout(input)
+    def forward(self, input: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
+        if output_size is not None:
+            raise self.refuse(
+                f"must be called without output_size, got {list(output_size)}: that of a block says nothing of the "
+                "field. Give the layer an output_padding"
+            )
+        guard = self._domain.guard
+        with self._domain.guarded(None):
+            layout = self._layout(input, guard)
             output: torch.Tensor
             if not layout:
                 output, out_layout = super().forward(input), layout  # type: ignore[misc]  # that of torch's layer
@@ -120,11 +134,11 @@ class OnBlocks:
             set_layout(output, {dim: axis for dim, axis in out_layout.items() if axis.cuts})
         return output
 
-    def _layout(self, input: torch.Tensor) -> Layout:
+    def _layout(self, input: torch.Tensor, guard: Guard | None) -> Layout:
         """Return how the input is split; where it is computed once more for its gradient, as it was before."""
         domain, shape = self._domain, tuple(input.shape)
-        if domain.guard is not None:
-            layout = domain.guard.find(input)
+        if guard is not None:
+            layout = guard.find(input)
             if layout is None:
                 raise self.refuse(f"must know how its input is split, got a tensor of shape {shape}: {OF_UNKNOWN}")
             domain.seen[self, shape] = layout if domain.seen.get((self, shape), layout) == layout else None
@@ -184,18 +198,9 @@ def window(
 class Guard(TorchFunctionMode):
     """Lets functions compute on blocks that treat each position alone, and knows how their results are split."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, domain: Domain) -> None:
         super().__init__()
-        self._module = module
-        self._is_paused = False
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        outer, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = outer
+        self._module, self._domain = module, domain
 
     def find(self, tensor: torch.Tensor) -> Layout | None:
         """Return how a tensor is split, {} if it is whole, as what belongs to the model is; None if nobody knows."""
@@ -213,7 +218,7 @@ class Guard(TorchFunctionMode):
         self, func: Callable[..., Any], _types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused:
+        if self._domain.guard is not self:  # within a layer
             return func(*args, **kwargs)
         given = [self.find(tensor) for tensor in tensors_in((args, kwargs))]
         layout: Layout | None = None if None in given else {}

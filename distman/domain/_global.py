@@ -12,7 +12,6 @@ import torch
 from distman._torch_internals import EagerFunction
 from distman.collectives import all_gather_v, fused_all_reduce
 from distman.domain._axes import Layout, axes_of
-from distman.domain._domain import OnBlocks
 from distman.domain._halo import computable
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
 
@@ -89,68 +88,62 @@ def _of_channels(parameter: torch.Tensor, num_spatial: int) -> torch.Tensor:
     return parameter.view(-1, *[1] * num_spatial)
 
 
-class RunningNorm(OnBlocks):
+def running_norm(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
     """BatchNorm, of this rank's samples, and InstanceNorm: over all positions, with statistics that follow batches."""
-
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        num_spatial = tensor.ndim - 2 if self.is_over_batch else self.num_dims
-        axes = self.axes(tensor, layout, num_spatial)
-        given = computable(tensor)
-        parameters = [one if one is None else _of_channels(one, num_spatial) for one in (self.weight, self.bias)]
-        if self.training or self.running_mean is None:
-            dims = (*([-tensor.ndim] if self.is_over_batch else []), *range(-num_spatial, 0))
-            num = math.prod(axis.length for axis in axes.values()) * (len(tensor) if self.is_over_batch else 1)
-            if num == 1:
-                raise self.refuse(
-                    "must have more than one value for each channel, got one. Use a larger field or batch"
-                )
-            result, mean, variance = _Norm.apply(given, *parameters, dims, layout, self.eps)
-            if self.running_mean is not None:
-                self.follow(mean, variance * (num / (num - 1)))
-        else:
-            mean, variance = (_of_channels(one, num_spatial) for one in (self.running_mean, self.running_var))
-            result = _normalized(given, mean, variance, self.eps, *parameters)
-        return result.to(tensor.dtype), layout
-
-    @torch.no_grad()
-    def follow(self: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Let running statistics move towards those of this batch, as torch does."""
-        factor = self.momentum or 0.0
-        if self.is_over_batch:
-            self.num_batches_tracked.add_(1)
-            factor = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
-        for running, found in ((self.running_mean, mean), (self.running_var, variance)):
-            running.lerp_(found.reshape(-1, self.num_features).mean(0).to(running.dtype), factor)
+    num_spatial = tensor.ndim - 2 if layer.is_over_batch else layer.num_dims
+    axes = layer.axes(tensor, layout, num_spatial)
+    given = computable(tensor)
+    parameters = [one if one is None else _of_channels(one, num_spatial) for one in (layer.weight, layer.bias)]
+    if layer.training or layer.running_mean is None:
+        dims = (*([-tensor.ndim] if layer.is_over_batch else []), *range(-num_spatial, 0))
+        num = math.prod(axis.length for axis in axes.values()) * (len(tensor) if layer.is_over_batch else 1)
+        if num == 1:
+            raise layer.refuse("must have more than one value for each channel, got one. Use a larger field or batch")
+        result, mean, variance = _Norm.apply(given, *parameters, dims, layout, layer.eps)
+        if layer.running_mean is not None:
+            _follow(layer, mean, variance * (num / (num - 1)))
+    else:
+        mean, variance = (_of_channels(one, num_spatial) for one in (layer.running_mean, layer.running_var))
+        result = _normalized(given, mean, variance, layer.eps, *parameters)
+    return result.to(tensor.dtype), layout
 
 
-class GroupNorm(OnBlocks):
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        num_spatial = tensor.ndim - 2
-        self.axes(tensor, layout, num_spatial)
-        groups = (self.num_groups, self.num_channels // self.num_groups)
-        grouped = computable(tensor).unflatten(1, groups)
-        parameters = [one if one is None else one.view(*groups, *[1] * num_spatial) for one in (self.weight, self.bias)]
-        result, *_ = _Norm.apply(grouped, *parameters, tuple(range(-num_spatial - 1, 0)), layout, self.eps)
-        return result.flatten(1, 2).to(tensor.dtype), layout
+@torch.no_grad()
+def _follow(layer: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    """Let running statistics move towards those of this batch, as torch does."""
+    factor = layer.momentum or 0.0
+    if layer.is_over_batch:
+        layer.num_batches_tracked.add_(1)
+        factor = layer.momentum if layer.momentum is not None else 1 / float(layer.num_batches_tracked)
+    for running, found in ((layer.running_mean, mean), (layer.running_var, variance)):
+        running.lerp_(found.reshape(-1, layer.num_features).mean(0).to(running.dtype), factor)
 
 
-class LayerNorm(OnBlocks):
-    """Statistics over the last dims; of weights for each position this rank uses those of its block."""
+def group_norm(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    num_spatial = tensor.ndim - 2
+    layer.axes(tensor, layout, num_spatial)
+    groups = (layer.num_groups, layer.num_channels // layer.num_groups)
+    grouped = computable(tensor).unflatten(1, groups)
+    parameters = [one if one is None else one.view(*groups, *[1] * num_spatial) for one in (layer.weight, layer.bias)]
+    result, *_ = _Norm.apply(grouped, *parameters, tuple(range(-num_spatial - 1, 0)), layout, layer.eps)
+    return result.flatten(1, 2).to(tensor.dtype), layout
 
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        dims = tuple(range(-len(self.normalized_shape), 0))
-        lengths = tuple(axis.length for axis in axes_of(tensor, layout, len(dims)).values())
-        if lengths != tuple(self.normalized_shape):
-            raise self.refuse(f"must get fields of {tuple(self.normalized_shape)}, got {lengths}. Resize it")
-        given = computable(tensor)
-        result, *_ = _Norm.apply(given, None, None, dims, layout, self.eps)
-        for parameter, combine in ((self.weight, torch.mul), (self.bias, torch.add)):
-            if parameter is not None:
-                for dim, axis in layout.items():
-                    if dim in dims:
-                        parameter = axis.part(parameter, dim)
-                result = combine(result, parameter)
-        return result.to(tensor.dtype), layout
+
+def layer_norm(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    """Take statistics over the last dims; of weights for each position this rank uses those of its block."""
+    dims = tuple(range(-len(layer.normalized_shape), 0))
+    lengths = tuple(axis.length for axis in axes_of(tensor, layout, len(dims)).values())
+    if lengths != tuple(layer.normalized_shape):
+        raise layer.refuse(f"must get fields of {tuple(layer.normalized_shape)}, got {lengths}. Resize it")
+    given = computable(tensor)
+    result, *_ = _Norm.apply(given, None, None, dims, layout, layer.eps)
+    for parameter, combine in ((layer.weight, torch.mul), (layer.bias, torch.add)):
+        if parameter is not None:
+            for dim, axis in layout.items():
+                if dim in dims:
+                    parameter = axis.part(parameter, dim)
+            result = combine(result, parameter)
+    return result.to(tensor.dtype), layout
 
 
 class SpectralConv(torch.nn.Module):
@@ -195,10 +188,9 @@ class SpectralConv(torch.nn.Module):
         return _convolved(self, input, {})
 
 
-class SpectralConvOnBlocks(OnBlocks):
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        self.axes(tensor, layout, len(self.modes))
-        return _convolved(self, tensor, layout), layout
+def spectral_conv(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    layer.axes(tensor, layout, len(layer.modes))
+    return _convolved(layer, tensor, layout), layout
 
 
 def _convolved(layer: Any, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from distman.collectives import all_gather_v
-from distman.domain._axes import Axis, Boundary, Layout, Stretch, axes_of, longest_halo
-from distman.domain._domain import OnBlocks, window
+from distman.domain._axes import Axis, Layout, Stretch, axes_of, longest_halo
+from distman.domain._domain import window
 from distman.domain._halo import computable
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
 
@@ -24,28 +24,23 @@ def _repeated(value: Any, num: int) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * num
 
 
-class Windowed(OnBlocks):
-    """A layer that fetches the entries of the field that this rank's entries of its result depend on."""
+def _padded(layer: Any, tensor: torch.Tensor, dim: int, axis: Axis, bounds: list[Stretch]) -> torch.Tensor:
+    beyond = -min(start for start, _ in bounds), max(end for _, end in bounds) - axis.length
+    if max(beyond) > longest_halo(layer.boundary, axis.length):
+        raise layer.refuse(
+            f"must pad by {layer.boundary} less than the field is long, got {beyond} for {axis.length}. Pad less"
+        )
+    return window(tensor, dim, axis, bounds, layer.boundary, layer.value)
 
-    boundary: Boundary = "zeros"  # what is beyond the ends of the field
-    value: float = 0  # where that is "zeros"
 
-    def padded(self, tensor: torch.Tensor, dim: int, axis: Axis, bounds: list[Stretch]) -> torch.Tensor:
-        beyond = -min(start for start, _ in bounds), max(end for _, end in bounds) - axis.length
-        if max(beyond) > longest_halo(self.boundary, axis.length):
-            raise self.refuse(
-                f"must pad by {self.boundary} less than the field is long, got {beyond} for {axis.length}. Pad less"
-            )
-        return window(tensor, dim, axis, bounds, self.boundary, self.value)
-
-    def strided(
-        self, tensor: torch.Tensor, dim: int, axis: Axis, out: Axis, stride: int, before: int, reach: int
-    ) -> torch.Tensor:
-        """Return what a result is made of whose entries take ``reach`` entries each, ``stride`` apart."""
-        if out.length < 1:
-            raise self.refuse("must have a kernel that fits into the field, got a smaller field. Use a larger one")
-        bounds = [(start * stride - before, (end - 1) * stride - before + reach) for start, end in _entries(out)]
-        return self.padded(tensor, dim, axis, bounds)
+def _strided(
+    layer: Any, tensor: torch.Tensor, dim: int, axis: Axis, out: Axis, stride: int, before: int, reach: int
+) -> torch.Tensor:
+    """Return what a result is made of whose entries take ``reach`` entries each, ``stride`` apart."""
+    if out.length < 1:
+        raise layer.refuse("must have a kernel that fits into the field, got a smaller field. Use a larger one")
+    bounds = [(start * stride - before, (end - 1) * stride - before + reach) for start, end in _entries(out)]
+    return _padded(layer, tensor, dim, axis, bounds)
 
 
 def _entries(out: Axis) -> list[Stretch]:
@@ -62,52 +57,42 @@ def cropped(tensor: torch.Tensor, layout: Layout, firsts: Mapping[int, int] | No
     return tensor
 
 
-class Conv(Windowed):
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        num, out, paddings = self.num_dims, {}, [0] * self.num_dims
-        self.boundary = self.padding_mode  # by torch's names, which are ours
-        for dim, axis in self.axes(tensor, layout, num).items():
-            stride, reach = self.stride[dim], self.dilation[dim] * (self.kernel_size[dim] - 1) + 1
-            if isinstance(self.padding, str):  # by torch's rule for "same"
-                before, after = ((reach - 1) // 2, reach // 2) if self.padding == "same" else (0, 0)
-            else:
-                before = after = self.padding[dim]
-            if self.boundary == "zeros" and before == after and not axis.cuts:
-                paddings[dim] = before
-            else:
-                out[dim] = axis.resized((axis.length + before + after - reach) // stride + 1)
-                tensor = self.strided(tensor, dim, axis, out[dim], stride, before, reach)
-        convolve = getattr(functional, f"conv{num}d")
-        result = convolve(tensor, self.weight, self.bias, self.stride, tuple(paddings), self.dilation, self.groups)
-        return cropped(result, out), out
+def conv(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    num, out, paddings = layer.num_dims, {}, [0] * layer.num_dims
+    layer.boundary = layer.padding_mode  # by torch's names, which are ours
+    for dim, axis in layer.axes(tensor, layout, num).items():
+        stride, reach = layer.stride[dim], layer.dilation[dim] * (layer.kernel_size[dim] - 1) + 1
+        if isinstance(layer.padding, str):  # by torch's rule for "same"
+            before, after = ((reach - 1) // 2, reach // 2) if layer.padding == "same" else (0, 0)
+        else:
+            before = after = layer.padding[dim]
+        if layer.boundary == "zeros" and before == after and not axis.cuts:
+            paddings[dim] = before
+        else:
+            out[dim] = axis.resized((axis.length + before + after - reach) // stride + 1)
+            tensor = _strided(layer, tensor, dim, axis, out[dim], stride, before, reach)
+    convolve = getattr(functional, f"conv{num}d")
+    result = convolve(tensor, layer.weight, layer.bias, layer.stride, tuple(paddings), layer.dilation, layer.groups)
+    return cropped(result, out), out
 
 
-class ConvTranspose(Windowed):
-    def forward(self, input: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
-        if output_size is not None:
-            raise self.refuse(
-                f"must be called without output_size, got {list(output_size)}: that of a block says nothing of the "
-                "field. Give the layer an output_padding"
-            )
-        return super().forward(input)
-
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        self.axes(tensor, layout, self.num_dims)
-        out, firsts, paddings, extra = {}, {}, list(self.padding), list(self.output_padding)
-        for dim, axis in layout.items():
-            stride, padding, reach = self.stride[dim], paddings[dim], self.dilation[dim] * (self.kernel_size[dim] - 1)
-            length = (axis.length - 1) * stride - 2 * padding + reach + extra[dim] + 1
-            if axis.length == 0 or length < 1:
-                raise self.refuse(f"must have a result, got a field of length {axis.length}. Use a larger one")
-            paddings[dim] = extra[dim] = 0
-            out[dim] = axis.resized(length)
-            entries, rank = _entries(out[dim]), axis.rank
-            bounds = [((s + padding - reach) // stride, -(-(e + padding) // stride) + 1) for s, e in entries]
-            tensor = window(tensor, dim, axis, bounds)
-            firsts[dim] = entries[rank][0] + padding - bounds[rank][0] * stride
-        convolve = getattr(functional, f"conv_transpose{self.num_dims}d")
-        result = convolve(tensor, self.weight, self.bias, self.stride, paddings, extra, self.groups, self.dilation)
-        return cropped(result, out, firsts), out
+def conv_transpose(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    layer.axes(tensor, layout, layer.num_dims)
+    out, firsts, paddings, extra = {}, {}, list(layer.padding), list(layer.output_padding)
+    for dim, axis in layout.items():
+        stride, padding, reach = layer.stride[dim], paddings[dim], layer.dilation[dim] * (layer.kernel_size[dim] - 1)
+        length = (axis.length - 1) * stride - 2 * padding + reach + extra[dim] + 1
+        if axis.length == 0 or length < 1:
+            raise layer.refuse(f"must have a result, got a field of length {axis.length}. Use a larger one")
+        paddings[dim] = extra[dim] = 0
+        out[dim] = axis.resized(length)
+        entries, rank = _entries(out[dim]), axis.rank
+        bounds = [((s + padding - reach) // stride, -(-(e + padding) // stride) + 1) for s, e in entries]
+        tensor = window(tensor, dim, axis, bounds)
+        firsts[dim] = entries[rank][0] + padding - bounds[rank][0] * stride
+    convolve = getattr(functional, f"conv_transpose{layer.num_dims}d")
+    result = convolve(tensor, layer.weight, layer.bias, layer.stride, paddings, extra, layer.groups, layer.dilation)
+    return cropped(result, out, firsts), out
 
 
 def _pooled_length(length: int, padding: int, reach: int, stride: int, *, rounds_up: bool) -> int:
@@ -116,45 +101,43 @@ def _pooled_length(length: int, padding: int, reach: int, stride: int, *, rounds
     return num - 1 if rounds_up and (num - 1) * stride >= length + padding else num
 
 
-class Pool(Windowed):
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        num, out = self.num_dims, {}
-        axes = self.axes(tensor, layout, num)
-        kernel, padding, dilation, stride = (
-            _repeated(one, num)
-            for one in (self.kernel_size, self.padding, getattr(self, "dilation", 1), self.stride or self.kernel_size)
+def pool(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    num, out = layer.num_dims, {}
+    axes = layer.axes(tensor, layout, num)
+    kernel, padding, dilation, stride = (
+        _repeated(one, num)
+        for one in (layer.kernel_size, layer.padding, getattr(layer, "dilation", 1), layer.stride or layer.kernel_size)
+    )
+    for dim, axis in axes.items():
+        reach = dilation[dim] * (kernel[dim] - 1) + 1
+        out[dim] = axis.resized(
+            _pooled_length(axis.length, padding[dim], reach, stride[dim], rounds_up=layer.ceil_mode)
         )
-        for dim, axis in axes.items():
-            reach = dilation[dim] * (kernel[dim] - 1) + 1
-            out[dim] = axis.resized(
-                _pooled_length(axis.length, padding[dim], reach, stride[dim], rounds_up=self.ceil_mode)
-            )
-            tensor = self.strided(tensor, dim, axis, out[dim], stride[dim], padding[dim], reach)
-        if self.is_max:
-            return cropped(getattr(functional, f"max_pool{num}d")(tensor, kernel, stride, 0, dilation), out), out
-        result = cropped(getattr(functional, f"avg_pool{num}d")(tensor, kernel, stride), out)
-        if getattr(self, "divisor_override", None):
-            return result * (math.prod(kernel) / self.divisor_override), out
-        for dim, axis in out.items():
-            starts = torch.arange(*axis.intervals[axis.rank], dtype=torch.float64) * stride[dim] - padding[dim]
-            around = padding[dim] if self.count_include_pad else 0
-            counts = (starts + kernel[dim]).clamp(max=axes[dim].length + around) - starts.clamp(min=-around)
-            if (counts != kernel[dim]).any():
-                result = result * (kernel[dim] / counts).to(result).view(-1, *[1] * (-dim - 1))
-        return result, out
+        tensor = _strided(layer, tensor, dim, axis, out[dim], stride[dim], padding[dim], reach)
+    if layer.is_max:
+        return cropped(getattr(functional, f"max_pool{num}d")(tensor, kernel, stride, 0, dilation), out), out
+    result = cropped(getattr(functional, f"avg_pool{num}d")(tensor, kernel, stride), out)
+    if getattr(layer, "divisor_override", None):
+        return result * (math.prod(kernel) / layer.divisor_override), out
+    for dim, axis in out.items():
+        starts = torch.arange(*axis.intervals[axis.rank], dtype=torch.float64) * stride[dim] - padding[dim]
+        around = padding[dim] if layer.count_include_pad else 0
+        counts = (starts + kernel[dim]).clamp(max=axes[dim].length + around) - starts.clamp(min=-around)
+        if (counts != kernel[dim]).any():
+            result = result * (kernel[dim] / counts).to(result).view(-1, *[1] * (-dim - 1))
+    return result, out
 
 
-class AdaptivePool(OnBlocks):
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        sizes, out = _repeated(self.output_size, self.num_dims), {}
-        for dim, axis in self.axes(tensor, layout, self.num_dims).items():
-            if sizes[dim] == 1 and axis.cuts:
-                tensor = (_maximum if self.is_max else _mean)(tensor, dim, axis)
-            else:
-                out[dim] = axis.resized(axis.length if sizes[dim] is None else sizes[dim])
-                taps = adaptive_taps(axis.length, out[dim].length)
-                tensor = resampled(tensor, dim, out[dim], axis, taps, is_max=self.is_max)
-        return tensor, out
+def adaptive_pool(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    sizes, out = _repeated(layer.output_size, layer.num_dims), {}
+    for dim, axis in layer.axes(tensor, layout, layer.num_dims).items():
+        if sizes[dim] == 1 and axis.cuts:
+            tensor = (_maximum if layer.is_max else _mean)(tensor, dim, axis)
+        else:
+            out[dim] = axis.resized(axis.length if sizes[dim] is None else sizes[dim])
+            taps = adaptive_taps(axis.length, out[dim].length)
+            tensor = resampled(tensor, dim, out[dim], axis, taps, is_max=layer.is_max)
+    return tensor, out
 
 
 def _mean(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
@@ -231,25 +214,24 @@ def _cubic(t: torch.Tensor, a: float = -0.75) -> torch.Tensor:
     return torch.stack([outer, inner, -(a + 2) * t**3 + (2 * a + 3) * t**2 - a * t, a * (t**2 - t**3)], 1)
 
 
-class Upsample(OnBlocks):
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        num = tensor.ndim - 2
-        axes, out = self.axes(tensor, layout, num), {}
-        sizes, scales = (_repeated(one, num) for one in (self.size, self.scale_factor))
-        if self.size is None and not self.align_corners and all(float(scale).is_integer() for scale in scales):
-            more = {"bicubic": 2, "linear": 1, "bilinear": 1, "trilinear": 1}.get(self.mode, 0)
-            options: dict[str, Any] = {"scale_factor": scales, "mode": self.mode, "align_corners": self.align_corners}
-            resize = functools.partial(functional.interpolate, **options)
-            return _multiplied(tensor, layout, [int(scale) for scale in scales], resize, more)
-        for dim, axis in axes.items():
-            out[dim] = axis.resized(sizes[dim] if self.size is not None else math.floor(axis.length * scales[dim]))
-            scale = None if self.size is not None or self.recompute_scale_factor else scales[dim]
-            if self.mode == "area":
-                taps = adaptive_taps(axis.length, out[dim].length)
-            else:
-                taps = resize_taps(axis.length, out[dim].length, scale, self.mode, aligns=bool(self.align_corners))
-            tensor = resampled(tensor, dim, out[dim], axis, taps)
-        return tensor, out
+def upsample(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    num = tensor.ndim - 2
+    axes, out = layer.axes(tensor, layout, num), {}
+    sizes, scales = (_repeated(one, num) for one in (layer.size, layer.scale_factor))
+    if layer.size is None and not layer.align_corners and all(float(scale).is_integer() for scale in scales):
+        more = {"bicubic": 2, "linear": 1, "bilinear": 1, "trilinear": 1}.get(layer.mode, 0)
+        options: dict[str, Any] = {"scale_factor": scales, "mode": layer.mode, "align_corners": layer.align_corners}
+        resize = functools.partial(functional.interpolate, **options)
+        return _multiplied(tensor, layout, [int(scale) for scale in scales], resize, more)
+    for dim, axis in axes.items():
+        out[dim] = axis.resized(sizes[dim] if layer.size is not None else math.floor(axis.length * scales[dim]))
+        scale = None if layer.size is not None or layer.recompute_scale_factor else scales[dim]
+        if layer.mode == "area":
+            taps = adaptive_taps(axis.length, out[dim].length)
+        else:
+            taps = resize_taps(axis.length, out[dim].length, scale, layer.mode, aligns=bool(layer.align_corners))
+        tensor = resampled(tensor, dim, out[dim], axis, taps)
+    return tensor, out
 
 
 def _multiplied(
@@ -267,34 +249,31 @@ def _multiplied(
     return cropped(function(tensor), out, firsts), out
 
 
-class Pad(Windowed):
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        pads, out = self.padding, dict(layout)
-        for dim, axis in axes_of(tensor, layout, len(pads) // 2).items():
-            before, after = pads[-2 * dim - 2], pads[-2 * dim - 1]
-            out[dim] = axis.resized(axis.length + before + after)
-            bounds = [(start - before, end - before) for start, end in out[dim].intervals]
-            tensor = self.padded(tensor, dim, axis, bounds)
-        return tensor, out
+def pad(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    pads, out = layer.padding, dict(layout)
+    for dim, axis in axes_of(tensor, layout, len(pads) // 2).items():
+        before, after = pads[-2 * dim - 2], pads[-2 * dim - 1]
+        out[dim] = axis.resized(axis.length + before + after)
+        bounds = [(start - before, end - before) for start, end in out[dim].intervals]
+        tensor = _padded(layer, tensor, dim, axis, bounds)
+    return tensor, out
 
 
-class PixelShuffle(OnBlocks):
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        self.axes(tensor, layout, 2)
-        factor = self.upscale_factor
-        return _multiplied(tensor, layout, [factor] * 2, lambda one: functional.pixel_shuffle(one, factor))
+def pixel_shuffle(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    layer.axes(tensor, layout, 2)
+    factor = layer.upscale_factor
+    return _multiplied(tensor, layout, [factor] * 2, lambda one: functional.pixel_shuffle(one, factor))
 
 
-class PixelUnshuffle(Windowed):
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        self.axes(tensor, layout, 2)
-        factor, out = self.downscale_factor, {}
-        for dim, axis in layout.items():
-            if axis.length % factor:
-                raise self.refuse(f"must divide the field, got length {axis.length} and factor {factor}. Crop it")
-            out[dim] = axis.resized(axis.length // factor)
-            tensor = self.strided(tensor, dim, axis, out[dim], factor, 0, factor)
-        return cropped(functional.pixel_unshuffle(tensor, factor), out), out
+def pixel_unshuffle(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    layer.axes(tensor, layout, 2)
+    factor, out = layer.downscale_factor, {}
+    for dim, axis in layout.items():
+        if axis.length % factor:
+            raise layer.refuse(f"must divide the field, got length {axis.length} and factor {factor}. Crop it")
+        out[dim] = axis.resized(axis.length // factor)
+        tensor = _strided(layer, tensor, dim, axis, out[dim], factor, 0, factor)
+    return cropped(functional.pixel_unshuffle(tensor, factor), out), out
 
 
 class Roll(torch.nn.Module):
@@ -319,15 +298,14 @@ class Roll(torch.nn.Module):
         return torch.roll(input, self.shifts, self.dims)
 
 
-class RollOnBlocks(OnBlocks):
-    def compute(self: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        for shift, given in zip(self.shifts, self.dims, strict=True):
-            dim = given if given < 0 else given - tensor.ndim
-            if dim in layout:
-                axis = layout[dim]
-                step = shift % axis.length if axis.length else 0
-                bounds = [(start - step, end - step) for start, end in axis.intervals]
-                tensor = window(tensor, dim, axis, bounds, "circular")
-            else:
-                tensor = tensor.roll(shift, dim)
-        return tensor, layout
+def roll(layer: Any, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Layout]:
+    for shift, given in zip(layer.shifts, layer.dims, strict=True):
+        dim = given if given < 0 else given - tensor.ndim
+        if dim in layout:
+            axis = layout[dim]
+            step = shift % axis.length if axis.length else 0
+            bounds = [(start - step, end - step) for start, end in axis.intervals]
+            tensor = window(tensor, dim, axis, bounds, "circular")
+        else:
+            tensor = tensor.roll(shift, dim)
+    return tensor, layout
