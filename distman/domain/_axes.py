@@ -141,7 +141,6 @@ class Plan(NamedTuple):
     kept: tuple[int, int, int]  # a stretch of its own shard: where it starts there and in the window, and its length
     incoming: dict[int, torch.Tensor]  # other places of the window, by the rank that has their entries
     outgoing: dict[int, torch.Tensor]  # other entries of the shard, by the rank whose window has them
-    repeated: dict[int, tuple[torch.Tensor, list[int]]]  # the same once each, and how often, where one is repeated
     beyond: torch.Tensor  # places of the window that nothing fills
 
 
@@ -159,7 +158,7 @@ def plan(windows: Windows, rank: int, device: torch.device) -> Plan:
     first = min(max(start, starts[rank]), end)
     num_kept = max(min(end, starts[rank + 1]) - first, 0)
     kept = (first - starts[rank], first - start, num_kept) if num_kept else (0, 0, 0)
-    incoming, outgoing, repeated = {}, {}, {}
+    incoming, outgoing = {}, {}
     for receiver, bounds in enumerate(windows.bounds):
         is_within = bounds[0] >= 0 and bounds[1] <= starts[-1]
         if receiver != rank and is_within and (bounds[1] <= starts[rank] or bounds[0] >= starts[rank + 1]):
@@ -174,11 +173,7 @@ def plan(windows: Windows, rank: int, device: torch.device) -> Plan:
         mine = entries[owners == rank] - starts[rank]
         if len(mine):
             outgoing[receiver] = torch.from_numpy(mine).to(device)
-        firsts = np.flatnonzero(np.diff(mine, prepend=-1))
-        if len(firsts) < len(mine):
-            counts = np.diff(firsts, append=len(mine)).tolist()
-            repeated[receiver] = torch.from_numpy(mine[firsts]).to(device), counts
-    return Plan(kept, incoming, outgoing, repeated, torch.from_numpy(beyond).to(device))
+    return Plan(kept, incoming, outgoing, torch.from_numpy(beyond).to(device))
 
 
 def places(start: int, end: int, length: int, boundary: Boundary) -> IntArray:

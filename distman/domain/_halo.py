@@ -227,7 +227,7 @@ class Fetch(EagerFunction):
     ) -> torch.Tensor:
         ctx.arguments = dim, windows, group
         tensor = still_carried(tensor, group)
-        kept, incoming, outgoing, _, beyond = plan(windows, group.rank, tensor.device)
+        kept, incoming, outgoing, beyond = plan(windows, group.rank, tensor.device)
         result = _empty(tensor, dim, windows.length(group.rank)).index_fill_(dim, beyond, value)
         own = tensor.narrow(dim, kept[0], kept[2]), result.narrow(dim, kept[1], kept[2])
         sent = {rank: tensor.index_select(dim, entries) for rank, entries in outgoing.items()}
@@ -248,7 +248,7 @@ class Deposit(EagerFunction):
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> torch.Tensor:
         ctx.arguments = dim, windows, group
         tensor = still_carried(tensor, group)
-        kept, incoming, outgoing, repeated, _ = plan(windows, group.rank, tensor.device)
+        kept, incoming, outgoing, _ = plan(windows, group.rank, tensor.device)
         result = _empty(tensor, dim, windows.sizes[group.rank])
         before, own_result, behind = result.tensor_split([kept[0], kept[0] + kept[2]], dim)
         before.zero_()
@@ -260,12 +260,10 @@ class Deposit(EagerFunction):
         total = computable(result)
         for rank, piece in pieces:
             entries, piece = outgoing[rank], computable(piece)
-            if rank in repeated:  # a GPU would add to one entry in any order
-                entries, counts = repeated[rank]
-                piece = torch.cat(
-                    [part.sum(dim, keepdim=True, dtype=total.dtype) for part in piece.split(counts, dim)], dim
-                )
-            total.index_add_(dim, entries, piece)
+            if total.is_cpu:
+                total.index_add_(dim, entries, piece)
+            else:  # where index_add_ adds to an entry that is named twice in any order
+                total.movedim(dim, 0).index_put_((entries,), piece.movedim(dim, 0), accumulate=True)
         return total.to(tensor.dtype)
 
     @staticmethod
