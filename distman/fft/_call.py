@@ -1,49 +1,74 @@
-"""From the checked arguments of a transform to its plan, and to this rank's shard of the result."""
+"""From the arguments of a transform to its plan, and to this rank's shard of the result."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack, cast
 
 import torch
 
 from distman._job.groups.registry import Group
-from distman.collectives import check_call, layout_of, linear, reshard, shard_sizes, still_carried, tell_apart
-from distman.fft._arguments import check_norm, check_out_sizes, cut_shards, fit, signal_lengths
+from distman.collectives import (
+    admitted,
+    check_call,
+    layout_of,
+    linear,
+    normalize_dim,
+    reshard,
+    resolve_group,
+    shard_sizes,
+    still_carried,
+    tell_apart,
+)
+from distman.fft._arguments import (
+    as_length,
+    as_lengths,
+    check_among,
+    check_dims,
+    check_norm,
+    check_out_sizes,
+    computable,
+    cut_shards,
+    fit,
+    is_same_dim,
+    signal_lengths,
+)
 from distman.fft._blocks import DUAL, TRANSFORMS, Kind
 from distman.fft._plan import Plan
+from distman.fft._signature import Layout
 
 
 def transform_shard(
-    kind: Kind,
-    name: str,
-    tensor: torch.Tensor,
-    dims: tuple[int, ...],
-    wanted: tuple[int, ...] | None,
-    norm: str | None,
-    shard: int,
-    out: int,
-    sizes: Sequence[int] | None,
-    out_sizes: Sequence[int] | None,
-    group: Group,
-    arguments: Mapping[str, Any],
+    name: str, tensor: torch.Tensor, n: Any, dim: Any, norm: str | None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
-    """Transform a shard along ``dims`` to one along ``out``; ``wanted`` lengths of -1 are those that are there."""
+    """Do what the transform of a name does; of one dim with its length, of several with sequences of them."""
+    base = name.rstrip("2n")
+    is_line = name == base
+    kind = cast("Kind", {"hfft": "irfft", "ihfft": "rfft"}.get(base, base))
+    shard_dim, out_dim = layout.get("shard_dim"), layout.get("out_dim")
+    sizes, out_sizes, group = layout.get("sizes"), layout.get("out_sizes"), resolve_group(layout.get("group"))
+    stays = shard_dim is not None and (out_dim is None or is_same_dim(tensor, shard_dim, out_dim))
+    is_local = is_line and stays and out_sizes is None and not is_same_dim(tensor, shard_dim, dim)
+    tensor = computable(name, kind, admitted(name, tensor, group, has_header=sizes is None, is_local=is_local))
+    dims: tuple[int, ...]
+    wanted: tuple[int, ...] | None
+    if is_line:
+        dim = normalize_dim(dim, tensor.ndim)
+        shard = dim if shard_dim is None else normalize_dim(shard_dim, tensor.ndim, "shard_dim")
+        out = shard if out_dim is None else normalize_dim(out_dim, tensor.ndim, "out_dim")
+        dims, wanted = (dim,), (as_length(n),)
+        arguments: dict[str, Any] = {"dim": dim, "n": wanted[0]}
+    else:
+        wanted = None if n is None else as_lengths(n)
+        dims = check_dims(dim, wanted, tensor.ndim)
+        there = dims if kind in ("fft", "rfft") else dims[::-1]
+        shard = there[0] if shard_dim is None else check_among("shard_dim", shard_dim, dims, tensor.ndim)
+        away = next(one for one in there[::-1] if one != shard)
+        out = away if out_dim is None else check_among("out_dim", out_dim, dims, tensor.ndim)
+        arguments = {"dims": dims, "s": wanted}
     norm = check_norm(norm)
-    tensor = check_call(
-        name,
-        tensor,
-        group,
-        free_dim=shard,
-        unites_grad=sizes is None,
-        **arguments,  # under the names that the caller's arguments have
-        norm=norm,
-        shard_dim=shard,
-        out_dim=out,
-        sizes=sizes,
-        out_sizes=out_sizes,
-    )
+    arguments |= {"norm": norm, "shard_dim": shard, "out_dim": out, "sizes": sizes, "out_sizes": out_sizes}
+    tensor = check_call(name, tensor, group, free_dim=shard, unites_grad=sizes is None, **arguments)
     stays = shard == out and shard not in dims
     shards: list[int] = []
     if sizes is not None or out_sizes is not None or not stays:

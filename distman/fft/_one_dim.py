@@ -6,9 +6,6 @@ from typing import Unpack
 
 from torch import Tensor
 
-from distman.collectives import admitted, normalize_dim, resolve_group
-from distman.fft._arguments import as_length, computable, is_same_dim
-from distman.fft._blocks import Kind
 from distman.fft._call import transform_shard
 from distman.fft._signature import Layout, Length, Norm, transform
 
@@ -23,7 +20,7 @@ def fft(tensor: Tensor, n: Length = None, dim: int = -1, norm: Norm = None, **la
         >>> all_gather_v(spectrum).abs().round()
         tensor([0., 3., 0., 0., 0., 3.])
     """
-    return _transform("fft", "fft", tensor, n, dim, norm, **layout)
+    return transform_shard("fft", tensor, n, dim, norm, **layout)
 
 
 @transform
@@ -35,7 +32,7 @@ def ifft(tensor: Tensor, n: Length = None, dim: int = -1, norm: Norm = None, **l
         >>> torch.allclose(ifft(fft(part)).real, part, atol=1e-6)
         True
     """
-    return _transform("ifft", "ifft", tensor, n, dim, norm, **layout)
+    return transform_shard("ifft", tensor, n, dim, norm, **layout)
 
 
 @transform
@@ -47,7 +44,7 @@ def rfft(tensor: Tensor, n: Length = None, dim: int = -1, norm: Norm = None, **l
         >>> all_gather_v(rfft(signal.chunk(2)[rank])).abs().round()
         tensor([0., 3., 0., 0.])
     """
-    return _transform("rfft", "rfft", tensor, n, dim, norm, **layout)
+    return transform_shard("rfft", tensor, n, dim, norm, **layout)
 
 
 @transform
@@ -59,7 +56,7 @@ def irfft(tensor: Tensor, n: Length = None, dim: int = -1, norm: Norm = None, **
         >>> torch.allclose(irfft(rfft(part)), part, atol=1e-6)
         True
     """
-    return _transform("irfft", "irfft", tensor, n, dim, norm, **layout)
+    return transform_shard("irfft", tensor, n, dim, norm, **layout)
 
 
 @transform
@@ -71,7 +68,7 @@ def hfft(tensor: Tensor, n: Length = None, dim: int = -1, norm: Norm = None, **l
         >>> all_gather_v(hfft(half)).round()
         tensor([ 3.,  2.,  0., -1.,  0.,  2.])
     """
-    return _transform("irfft", "hfft", tensor, n, dim, norm, **layout)
+    return transform_shard("hfft", tensor, n, dim, norm, **layout)
 
 
 @transform
@@ -83,22 +80,4 @@ def ihfft(tensor: Tensor, n: Length = None, dim: int = -1, norm: Norm = None, **
         >>> all_gather_v(ihfft(spectrum)).real.round()
         tensor([1., 1., 0., 0.])
     """
-    return _transform("rfft", "ihfft", tensor, n, dim, norm, **layout)
-
-
-def _transform(
-    kind: Kind, name: str, tensor: Tensor, n: Length, dim: int, norm: Norm, **layout: Unpack[Layout]
-) -> Tensor:
-    members = resolve_group(layout.get("group"))
-    shard_dim, out_dim = layout.get("shard_dim"), layout.get("out_dim")
-    sizes, out_sizes = layout.get("sizes"), layout.get("out_sizes")
-    stays = shard_dim is not None and (out_dim is None or is_same_dim(tensor, shard_dim, out_dim))
-    is_local = stays and out_sizes is None and not is_same_dim(tensor, shard_dim, dim)
-    tensor = admitted(name, tensor, members, has_header=sizes is None, is_local=is_local)
-    tensor = computable(name, kind, tensor)
-    dim = normalize_dim(dim, tensor.ndim)
-    shard = dim if shard_dim is None else normalize_dim(shard_dim, tensor.ndim, "shard_dim")
-    out = shard if out_dim is None else normalize_dim(out_dim, tensor.ndim, "out_dim")
-    wanted = as_length(n)
-    given = {"dim": dim, "n": wanted}
-    return transform_shard(kind, name, tensor, (dim,), (wanted,), norm, shard, out, sizes, out_sizes, members, given)
+    return transform_shard("ihfft", tensor, n, dim, norm, **layout)

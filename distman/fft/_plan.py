@@ -133,7 +133,7 @@ class Plan:
         self,
         tensor: torch.Tensor,
         first: LocalTransform | None,
-        second: LocalTransform | None,
+        second: LocalTransform,
         way: int,
         length: int,
         joined: int,
@@ -145,11 +145,11 @@ class Plan:
         """
         parts = self._parts(way, length)
         tensor = move(self.group, tensor, first, way, parts, self.shard, self.sizes, joined)
-        if second is not None and third is None:
-            tensor, second = transform(tensor, second), None
-        if self.out != way:
-            tensor = move(self.group, tensor, second, self.shard, self.out_sizes, way, parts, length)
-        return transform(tensor, third) if third is not None else tensor
+        back = self.shard, self.out_sizes, way, parts, length
+        if third is not None:
+            return transform(move(self.group, tensor, second, *back), third)
+        tensor = transform(tensor, second)
+        return tensor if self.out == way else move(self.group, tensor, None, *back)
 
     def _to_half_mirrored(self, tensor: torch.Tensor) -> torch.Tensor:
         """Transform real data that is sharded along the last dim to half of its spectrum, sharded along another."""

@@ -8,9 +8,6 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from distman.collectives import admitted, resolve_group
-from distman.fft._arguments import as_lengths, check_among, check_dims, computable
-from distman.fft._blocks import Kind
 from distman.fft._call import transform_shard
 from distman.fft._signature import Dims, Layout, Lengths, Norm, transform
 
@@ -29,7 +26,7 @@ def fftn(tensor: Tensor, s: Lengths = None, dim: Dims = None, norm: Norm = None,
         >>> tuple(fftn(rows, out_dim=0).shape)
         (2, 6)
     """
-    return _transform("fft", "fftn", tensor, s, dim, norm, **layout)
+    return transform_shard("fftn", tensor, s, dim, norm, **layout)
 
 
 @transform
@@ -41,7 +38,7 @@ def ifftn(tensor: Tensor, s: Lengths = None, dim: Dims = None, norm: Norm = None
         >>> torch.allclose(ifftn(fftn(rows)).real, rows, atol=1e-5)
         True
     """
-    return _transform("ifft", "ifftn", tensor, s, dim, norm, **layout)
+    return transform_shard("ifftn", tensor, s, dim, norm, **layout)
 
 
 @transform
@@ -53,7 +50,7 @@ def rfftn(tensor: Tensor, s: Lengths = None, dim: Dims = None, norm: Norm = None
         >>> tuple(rfftn(rows).shape)  # half of the spectrum is four columns wide
         (4, 2)
     """
-    return _transform("rfft", "rfftn", tensor, s, dim, norm, **layout)
+    return transform_shard("rfftn", tensor, s, dim, norm, **layout)
 
 
 @transform
@@ -65,7 +62,7 @@ def irfftn(tensor: Tensor, s: Lengths = None, dim: Dims = None, norm: Norm = Non
         >>> torch.allclose(irfftn(rfftn(rows), s=(4, 5)), rows, atol=1e-6)
         True
     """
-    return _transform("irfft", "irfftn", tensor, s, dim, norm, **layout)
+    return transform_shard("irfftn", tensor, s, dim, norm, **layout)
 
 
 @transform
@@ -79,7 +76,7 @@ def fft2(
         >>> tuple(fft2(halves).shape)
         (8, 4, 3)
     """
-    return _transform("fft", "fft2", tensor, s, dim, norm, **layout)
+    return transform_shard("fft2", tensor, s, dim, norm, **layout)
 
 
 @transform
@@ -93,7 +90,7 @@ def ifft2(
         >>> torch.allclose(ifft2(fft2(halves)).real, halves, atol=1e-6)
         True
     """
-    return _transform("ifft", "ifft2", tensor, s, dim, norm, **layout)
+    return transform_shard("ifft2", tensor, s, dim, norm, **layout)
 
 
 @transform
@@ -107,7 +104,7 @@ def rfft2(
         >>> tuple(rfft2(halves).shape)
         (8, 4, 2)
     """
-    return _transform("rfft", "rfft2", tensor, s, dim, norm, **layout)
+    return transform_shard("rfft2", tensor, s, dim, norm, **layout)
 
 
 @transform
@@ -121,7 +118,7 @@ def irfft2(
         >>> torch.allclose(irfft2(rfft2(halves)), halves, atol=1e-6)
         True
     """
-    return _transform("irfft", "irfft2", tensor, s, dim, norm, **layout)
+    return transform_shard("irfft2", tensor, s, dim, norm, **layout)
 
 
 # The layout of model-parallel networks.
@@ -211,21 +208,3 @@ class DistributedIRFFT2:
             (8, 4, 3)
         """
         return irfft2(x, s, dim, norm, shard_dim=dim[0], out_dim=dim[-1], group=_SPATIAL)
-
-
-def _transform(
-    kind: Kind, name: str, tensor: Tensor, s: Lengths, dim: Dims, norm: Norm, **layout: Unpack[Layout]
-) -> Tensor:
-    members = resolve_group(layout.get("group"))
-    shard_dim, out_dim = layout.get("shard_dim"), layout.get("out_dim")
-    sizes, out_sizes = layout.get("sizes"), layout.get("out_sizes")
-    tensor = admitted(name, tensor, members, has_header=sizes is None)
-    tensor = computable(name, kind, tensor)
-    wanted = None if s is None else as_lengths(s)
-    dims = check_dims(dim, wanted, tensor.ndim)
-    there = dims if kind in ("fft", "rfft") else dims[::-1]
-    shard = there[0] if shard_dim is None else check_among("shard_dim", shard_dim, dims, tensor.ndim)
-    away = next(one for one in there[::-1] if one != shard)
-    out = away if out_dim is None else check_among("out_dim", out_dim, dims, tensor.ndim)
-    given = {"dims": dims, "s": wanted}
-    return transform_shard(kind, name, tensor, dims, wanted, norm, shard, out, sizes, out_sizes, members, given)
