@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from distman._coordination.wait_scope import collective
 from distman._torch_internals import is_in_backward, tree_map
-from distman.collectives import GroupLike, all_gather_numbers, check_call, resolve_group
+from distman.collectives import GroupLike, all_gather_numbers, check_call, linear, resolve_group
 from distman.domain._axes import (
     Axis,
     Boundary,
@@ -26,9 +26,10 @@ from distman.domain._axes import (
     find_layout,
     layout_of,
     places,
+    plan,
     set_layout,
 )
-from distman.domain._halo import Fetch
+from distman.domain._halo import deposit, fetch
 from distman.errors import DistmanError
 
 # Functions that compute along a dim, at this place among their arguments, with this default, and keep its length.
@@ -179,8 +180,9 @@ def window(
         group = resolve_group(axis.group)
         windows = Windows(axis.sizes, tuple(bounds), boundary)
         tensor = check_call("a layer of a decomposed model", tensor, group, free_dim=dim, dim=dim, windows=windows.text)
-        result: torch.Tensor = Fetch.apply(tensor, dim % tensor.ndim, windows, group, value)
-        return result
+        result = linear(tensor, fetch, deposit, dim % tensor.ndim, windows, group)
+        # What has no part in the linear map; its adjoint drops the gradients there.
+        return result.index_fill_(dim, plan(windows, group.rank, tensor.device).beyond, value) if value else result
     (start, end), *_ = bounds
     if start >= 0 and end <= axis.length:
         return tensor.narrow(dim, start, end - start)

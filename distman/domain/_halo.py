@@ -11,13 +11,13 @@ import torch
 from distman._base.arguments import check_choice
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
-from distman._torch_internals import EagerFunction
 from distman.collectives import (
     GroupLike,
     check_call,
     check_sizes,
     exchange,
     layout_of,
+    linear,
     new_empty,
     normalize_dim,
     resolve_group,
@@ -94,7 +94,7 @@ def halo_exchange(
         tensor = along.checked("halo_exchange", tensor)
         tensor, lengths, axis = shard_sizes("halo_exchange", tensor, along.sizes, along.dim, along.group)
         windows = checked_windows(along.dim, lengths, along.halo, along.boundary)
-        tensor = Fetch.apply(tensor, axis, windows, along.group)
+        tensor = linear(tensor, fetch, deposit, axis, windows, along.group)
     return tensor
 
 
@@ -135,7 +135,7 @@ def halo_reduce(
     """
     for along in reversed(_each_dim(tensor, halo, dim, boundary, sizes, group)):
         tensor, axis, windows = _windows_within(along.checked("halo_reduce", tensor), along)
-        tensor = Deposit.apply(tensor, axis, windows, along.group)
+        tensor = linear(tensor, deposit, fetch, axis, windows, along.group)
     return tensor
 
 
@@ -215,60 +215,39 @@ def _windows_within(tensor: torch.Tensor, along: _Along) -> tuple[torch.Tensor, 
     return tensor, axis, windows
 
 
-class Fetch(EagerFunction):
-    """This rank's window of a dim, of which the ranks whose shards it touches send their parts.
-
-    What no shard has gets a value, which is not part of the linear map: the adjoint's adjoint has zeros there.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, dim: int, windows: Windows, group: Group, value: float = 0.0
-    ) -> torch.Tensor:
-        ctx.arguments = dim, windows, group
-        tensor = still_carried(tensor, group)
-        kept, incoming, outgoing, beyond = plan(windows, group.rank, tensor.device)
-        result = _empty(tensor, dim, windows.length(group.rank)).index_fill_(dim, beyond, value)
-        own = tensor.narrow(dim, kept[0], kept[2]), result.narrow(dim, kept[1], kept[2])
-        sent = {rank: tensor.index_select(dim, entries) for rank, entries in outgoing.items()}
-        what = f"windows {layout_of(tensor, dim)} dim {dim} {windows.text}"
-        for rank, piece in _swapped(sent, incoming, own, dim, group, what):
-            result.index_copy_(dim, incoming[rank], piece)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return Deposit.apply(grad, *ctx.arguments), None, None, None, None
+def fetch(tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> torch.Tensor:
+    """Return this rank's window of a dim, of which the ranks whose shards it touches send their parts."""
+    tensor = still_carried(tensor, group)
+    kept, incoming, outgoing, beyond = plan(windows, group.rank, tensor.device)
+    result = _empty(tensor, dim, windows.length(group.rank)).index_fill_(dim, beyond, 0)
+    own = tensor.narrow(dim, kept[0], kept[2]), result.narrow(dim, kept[1], kept[2])
+    sent = {rank: tensor.index_select(dim, entries) for rank, entries in outgoing.items()}
+    what = f"windows {layout_of(tensor, dim)} dim {dim} {windows.text}"
+    for rank, piece in _swapped(sent, incoming, own, dim, group, what):
+        result.index_copy_(dim, incoming[rank], piece)
+    return result
 
 
-class Deposit(EagerFunction):
-    """This rank's shard of the sum of all windows."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> torch.Tensor:
-        ctx.arguments = dim, windows, group
-        tensor = still_carried(tensor, group)
-        kept, incoming, outgoing, _ = plan(windows, group.rank, tensor.device)
-        result = _empty(tensor, dim, windows.sizes[group.rank])
-        before, own_result, behind = result.tensor_split([kept[0], kept[0] + kept[2]], dim)
-        before.zero_()
-        behind.zero_()
-        own = tensor.narrow(dim, kept[1], kept[2]), own_result
-        sent = {rank: tensor.index_select(dim, entries) for rank, entries in incoming.items()}
-        what = f"sums of windows {layout_of(tensor, dim)} dim {dim} {windows.text}"
-        pieces = _swapped(sent, outgoing, own, dim, group, what)
-        total = computable(result)
-        for rank, piece in pieces:
-            entries, piece = outgoing[rank], computable(piece)
-            if total.is_cpu:
-                total.index_add_(dim, entries, piece)
-            else:  # where index_add_ adds to an entry that is named twice in any order
-                total.movedim(dim, 0).index_put_((entries,), piece.movedim(dim, 0), accumulate=True)
-        return total.to(tensor.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return Fetch.apply(grad, *ctx.arguments), None, None, None
+def deposit(tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> torch.Tensor:
+    """Return this rank's shard of the sum of all windows."""
+    tensor = still_carried(tensor, group)
+    kept, incoming, outgoing, _ = plan(windows, group.rank, tensor.device)
+    result = _empty(tensor, dim, windows.sizes[group.rank])
+    before, own_result, behind = result.tensor_split([kept[0], kept[0] + kept[2]], dim)
+    before.zero_()
+    behind.zero_()
+    own = tensor.narrow(dim, kept[1], kept[2]), own_result
+    sent = {rank: tensor.index_select(dim, entries) for rank, entries in incoming.items()}
+    what = f"sums of windows {layout_of(tensor, dim)} dim {dim} {windows.text}"
+    pieces = _swapped(sent, outgoing, own, dim, group, what)
+    total = computable(result)
+    for rank, piece in pieces:
+        entries, piece = outgoing[rank], computable(piece)
+        if total.is_cpu:
+            total.index_add_(dim, entries, piece)
+        else:  # where index_add_ adds to an entry that is named twice in any order
+            total.movedim(dim, 0).index_put_((entries,), piece.movedim(dim, 0), accumulate=True)
+    return total.to(tensor.dtype)
 
 
 def _swapped(
