@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from distman.fft._afno import DistributedAFNO
-from distman.fft._one_dim import fft, hfft, ifft, ihfft, irfft, rfft
 from distman.fft._transforms import (
     DistributedIRFFT2,
     DistributedRFFT2,
+    fft,
     fft2,
     fftn,
+    hfft,
+    ifft,
     ifft2,
     ifftn,
+    ihfft,
+    irfft,
     irfft2,
     irfftn,
+    rfft,
     rfft2,
     rfftn,
 )
