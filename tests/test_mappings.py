@@ -13,7 +13,7 @@ from distman.mappings import (
     unmark_module_as_shared,
 )
 from distman.testing import ranks
-from tests.collectives.reference import random_tensor
+from tests.collectives.reference import in_one_job, random_tensor
 
 LENGTH = 5
 
@@ -35,8 +35,8 @@ def test_reduce_sums_the_values_and_passes_the_gradient(rank, world_size):
     assert mine.unique() == rank
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1])
 @ranks(1, 3)
+@in_one_job(dim=[0, 1, -1])
 def test_scatter_and_gather_are_inverse_in_both_directions(rank, world_size, dim):
     full = random_tensor(LENGTH, LENGTH).requires_grad_()
     part = scatter_to_parallel_region(full, dim)

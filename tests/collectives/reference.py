@@ -1,10 +1,35 @@
 """The oracle of the collectives: the same computation on one process, which holds the tensors of all ranks."""
 
+import functools
+import inspect
+
 import torch
 
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
 
 LAYOUTS = ["even", "uneven", "empty"]
+
+
+def in_one_job(**values):
+    """Let a test go through the values of an argument in one job, instead of one for each; an error names the value."""
+    ((name, listed),) = values.items()
+
+    def decorate(test):
+        @functools.wraps(test)
+        def run(*args, **kwargs):
+            for value in listed:
+                try:
+                    test(*args, **kwargs, **{name: value})
+                except BaseException as error:
+                    error.add_note(f"{name}: {value}")
+                    raise
+
+        signature = inspect.signature(test)
+        others = [one for one in signature.parameters.values() if one.name != name]
+        run.__signature__ = signature.replace(parameters=others)
+        return run
+
+    return decorate
 
 
 def sizes_of(layout, world_size):

@@ -8,6 +8,7 @@ from tests.collectives.reference import (
     LAYOUTS,
     check_against_one_process,
     check_gradients_numerically,
+    in_one_job,
     losses,
     random_tensor,
     sizes_of,
@@ -24,8 +25,8 @@ def make_inputs(layout, dim, world_size, dtype=torch.float64):
     return [random_tensor(*shape, dtype=dtype, seed=rank) for rank, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(1, 2, 3)
+@in_one_job(layout=LAYOUTS)
 def test_equals_one_process(rank, world_size, layout):
     for weights, dim in zip(losses(world_size), [0, 1, -1], strict=True):
         for sizes in (None, sizes_of(layout, world_size)):
@@ -64,8 +65,8 @@ def test_channels_last_input(rank):
     assert torch.equal(all_gather_v(inputs[rank], dim=2), torch.cat(inputs, 2))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(3)
+@in_one_job(layout=LAYOUTS)
 def test_gradcheck(rank, world_size, layout):
     inputs = [one[:, 0] for one in make_inputs(layout, 0, world_size)]  # each number takes many calls
     check_gradients_numerically(lambda shard: all_gather_v(shard, sizes_of(layout, world_size)), inputs, rank)

@@ -25,7 +25,7 @@ from distman.mappings import (
     scatter_to_parallel_region,
 )
 from distman.testing import ranks
-from tests.collectives.reference import check_against_one_process, different_on_each, random_tensor
+from tests.collectives.reference import check_against_one_process, different_on_each, in_one_job, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which forward mode uses
 
@@ -83,7 +83,7 @@ OPERATIONS = {
         lambda tensors: [sum(tensors)] * len(tensors),
     ),
 }
-each_operation = pytest.mark.parametrize("name", list(OPERATIONS))
+each_operation = in_one_job(name=OPERATIONS)
 
 # Parallel regions are functions of what all ranks hold alike, so their gradients have another reference.
 REGIONS = {
@@ -96,15 +96,15 @@ DIFFERENTIABLE = {
     **{name: (lambda tensor, size, call=call: call(tensor, size, None)) for name, (call, _) in OPERATIONS.items()},
     **REGIONS,
 }
-each_differentiable = pytest.mark.parametrize("name", list(DIFFERENTIABLE))
+each_differentiable = in_one_job(name=DIFFERENTIABLE)
 
 
 def make_inputs(num_ranks, dtype=torch.float64, *shape):
     return [random_tensor(3, LENGTH, *shape, dtype=dtype, seed=rank) for rank in range(num_ranks)]
 
 
-@each_operation
 @ranks(3)
+@each_operation
 def test_a_tensor_used_twice(rank, world_size, name):
     operation, reference = OPERATIONS[name]
 
@@ -145,8 +145,8 @@ def check_two_orthogonal_groups(operation, reference, rank):
     torch.testing.assert_close(mine.grad, expected_grad)
 
 
-@each_operation
 @ranks(2)
+@each_operation
 def test_channels_last_and_conjugated_input(rank, name):
     operation, reference = OPERATIONS[name]
     images = make_inputs(2, torch.float64, 2, 5)
@@ -161,8 +161,8 @@ def test_channels_last_and_conjugated_input(rank, name):
     )
 
 
-@each_operation
 @ranks(1, 2)
+@each_operation
 def test_neither_results_nor_gradients_share_memory_with_what_was_given(rank, world_size, name):
     operation, _ = OPERATIONS[name]
     mine = make_inputs(world_size)[rank].requires_grad_()
@@ -184,8 +184,8 @@ def test_every_differentiable_function_is_here():
     assert {name for name, one in public.items() if "Differentiable" in (one.__doc__ or "")} == set(DIFFERENTIABLE)
 
 
-@each_differentiable
 @ranks(2)
+@each_differentiable
 def test_forward_mode_and_transforms_of_functions_are_refused(rank, name):
     tensor = random_tensor(3, LENGTH, seed=rank)
     with (
@@ -203,8 +203,8 @@ def test_forward_mode_and_transforms_of_functions_are_refused(rank, name):
     assert function(tensor).dtype == tensor.dtype
 
 
-@each_differentiable
 @ranks(3)
+@each_differentiable
 def test_activation_checkpoints(rank, world_size, name):
     operation = DIFFERENTIABLE[name]
 
@@ -233,8 +233,8 @@ def test_a_checkpoint_around_a_scatter_whose_receivers_pass_nothing(rank):
     assert full is None or full.grad.tolist() == [1] * 4
 
 
-@each_differentiable
 @ranks(2)
+@each_differentiable
 def test_autocast_changes_nothing(rank, name):
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int16, torch.bool):
         tensor = random_tensor(3, LENGTH, dtype=dtype, seed=rank)
@@ -245,8 +245,8 @@ def test_autocast_changes_nothing(rank, name):
         assert torch.equal(result, plain)
 
 
-@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name != "copy_to_parallel_region"])
 @ranks(1, 2)
+@in_one_job(name=[name for name in DIFFERENTIABLE if name != "copy_to_parallel_region"])
 def test_a_result_may_be_changed_in_place(rank, world_size, name):
     for dtype in (torch.float32, torch.bfloat16):
         mine = make_inputs(world_size)[rank].to(dtype).requires_grad_()

@@ -10,6 +10,7 @@ from tests.collectives.reference import (
     LAYOUTS,
     check_against_one_process,
     check_gradients_numerically,
+    in_one_job,
     losses,
     random_tensor,
     sizes_of,
@@ -42,8 +43,8 @@ def exchange_on_one_process(sizes, dim):
     return exchange
 
 
-@pytest.mark.parametrize("layout", list(MATRICES))
 @ranks(1, 2, 3)
+@in_one_job(layout=list(MATRICES))
 def test_slices_equal_one_process(rank, world_size, layout):
     sizes = matrix_of(layout, world_size)
     for weights, dim in zip(losses(world_size), [0, 1, -1], strict=True):
@@ -69,8 +70,8 @@ def test_slices_of_every_dtype(rank, world_size):
         )
 
 
-@pytest.mark.parametrize("layout", list(MATRICES))
 @ranks(3)
+@in_one_job(layout=list(MATRICES))
 def test_gradcheck_of_slices(rank, world_size, layout):
     sizes = matrix_of(layout, world_size)
     check_gradients_numerically(lambda tensor: all_to_all_v(tensor, sizes), make_inputs(sizes, 0), rank)
@@ -97,8 +98,8 @@ def indexed_on_one_process(indices, dim):
     return exchange
 
 
-@pytest.mark.parametrize("layout", list(MATRICES))
 @ranks(1, 2, 3)
+@in_one_job(layout=list(MATRICES))
 def test_indexed_equals_one_process(rank, world_size, layout):
     sizes, indices = matrix_of(layout, world_size), indices_of(layout, world_size)
     for weights, dim in zip(losses(world_size), [0, 1, -1], strict=True):

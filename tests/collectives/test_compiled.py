@@ -28,17 +28,6 @@ def halves(size):
     return [4 - size + 1] + [1] * (size - 1)
 
 
-def spectral(name):
-    """Call a function of distman.fft in the middle of a computation of real numbers."""
-
-    def call(x, _):
-        given = torch.complex(x, x) if name in ("fft", "ifft", "fft2", "ifft2", "fftn", "ifftn", "hfft") else x
-        result = getattr(fft, name)(given)
-        return torch.view_as_real(result) if result.is_complex() else result
-
-    return call
-
-
 def marked(x, _):
     layer = torch.nn.Linear(4, 4, bias=False)
     with torch.no_grad():
@@ -53,22 +42,16 @@ def marked(x, _):
 # out of graphs by what these have, too.
 CALLS = {
     "all_gather_v": lambda x, _: collectives.all_gather_v(x),
-    "gather_v": lambda x, _: collectives.gather_v(x),
     "scatter_v": lambda x, size: collectives.scatter_v(x, halves(size)),
-    "reduce_scatter_v": lambda x, size: collectives.reduce_scatter_v(x, halves(size)),
     "fused_all_reduce": lambda x, _: collectives.fused_all_reduce({"a": x})["a"],
     "broadcast_data": lambda x, _: x * collectives.broadcast_data(x.detach().sum()),
     "broadcast_if_ddp": lambda x, _: x * collectives.broadcast_if_ddp(x.detach().sum()),
-    "all_gather_objects": lambda x, _: x * sum(collectives.all_gather_objects(x.detach().sum())),
     "copy_to_parallel_region": lambda x, _: mappings.copy_to_parallel_region(x),
-    "scatter_to_parallel_region": lambda x, _: mappings.scatter_to_parallel_region(x),
     "mark_module_as_shared, unmark_module_as_shared": marked,
     "aggregate_metrics": lambda x, _: x * metrics.aggregate_metrics({"a": x.sum(), "b": 1.0})["a"],
-    "irfft2": lambda x, _: fft.irfft2(fft.rfft2(x)),
-    **{name: spectral(name) for name in ("fft", "rfftn", "hfft")},
+    "rfftn": lambda x, _: torch.view_as_real(fft.rfftn(x)),
 }
 NAMES = {name for names in CALLS for name in names.split(", ")}
-OFTEN = ("all_gather_v", "fused_all_reduce", "mark_module_as_shared, unmark_module_as_shared")
 
 
 def test_every_other_public_function_is_kept_out_in_the_same_way():
@@ -92,14 +75,12 @@ def gradient(function, rank, step):
     return loss.detach(), x.grad
 
 
-@pytest.mark.parametrize(
-    ("name", "compiler"), [(name, "aot_eager") for name in CALLS] + [(name, "eager") for name in OFTEN]
-)
+@pytest.mark.parametrize("name", CALLS)
 @ranks(2)
-def test_a_call_within_a_compiled_function(rank, world_size, name, compiler):
+def test_a_call_within_a_compiled_function(rank, world_size, name):
     torch.manual_seed(0)
     plain = around(CALLS[name], world_size)
-    compiled = torch.compile(plain, backend=compiler)
+    compiled = torch.compile(plain, backend="aot_eager")
     for step in range(2):
         torch.testing.assert_close(gradient(compiled, rank, step), gradient(plain, rank, step))
 

@@ -8,7 +8,13 @@ import torch.distributed as dist
 from distman import DistmanError, DistributedManager, JobFailed, PlanMismatchError
 from distman.collectives import fused_all_reduce
 from distman.testing import kill_rank, ranks
-from tests.collectives.reference import check_against_one_process, check_gradients_numerically, losses, random_tensor
+from tests.collectives.reference import (
+    check_against_one_process,
+    check_gradients_numerically,
+    in_one_job,
+    losses,
+    random_tensor,
+)
 
 Pair = namedtuple("Pair", ["first", "second"])
 LARGE = 5000
@@ -86,8 +92,8 @@ def test_tensordict():
     assert total["sub", "y"].tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("length", [1, 50, LARGE])
 @ranks(1, 2, 3)
+@in_one_job(length=[1, 50, LARGE])
 def test_sum_and_gradient_equal_one_process(rank, world_size, length):
     for weights, dtype in zip(losses(world_size), [torch.float64, torch.float32, torch.complex64], strict=True):
         check_against_one_process(
@@ -99,8 +105,8 @@ def test_sum_and_gradient_equal_one_process(rank, world_size, length):
         )
 
 
-@pytest.mark.parametrize("length", [3, LARGE])
 @ranks(2)
+@in_one_job(length=[3, LARGE])
 def test_average_and_its_gradient(rank, length):
     check_against_one_process(
         lambda tensor: fused_all_reduce([tensor], op="avg")[0],
@@ -133,8 +139,8 @@ def test_a_maximum_has_no_gradient():
         fused_all_reduce(tensor, op="max").sum().backward()
 
 
-@pytest.mark.parametrize("length", [1, LARGE])
 @ranks(2)
+@in_one_job(length=[1, LARGE])
 def test_integers_are_exact(rank, length):
     for big in (2**53 + 1, -(2**53) - 1, 2**62 + 2**43 + 1, 3 - 2**63):
         total = fused_all_reduce([torch.full((length,), big * rank), torch.ones(2, dtype=torch.int32)])
@@ -168,8 +174,8 @@ def test_integers_beside_floats(rank):
     assert rank < 2
 
 
-@pytest.mark.parametrize("length", [1, LARGE])
 @ranks(2)
+@in_one_job(length=[1, LARGE])
 def test_asynchronously(rank, length):
     mine = torch.full((length,), float(rank), requires_grad=True)
     result, work = fused_all_reduce({"x": mine}, async_op=True)
@@ -183,8 +189,8 @@ def test_asynchronously(rank, length):
     assert not result["x"].requires_grad
 
 
-@pytest.mark.parametrize("length", [1, LARGE])
 @ranks(1, 2)
+@in_one_job(length=[1, LARGE])
 def test_before_the_end_the_results_are_this_ranks_values(rank, world_size, length):
     mine = random_tensor(length, 2, seed=rank).t()
     (result,), work = fused_all_reduce([mine], async_op=True)
@@ -309,6 +315,7 @@ def test_it_can_be_compiled(rank):
 
 
 @AUTOGRAD
+@pytest.mark.gloo_only("how a dtype is packed does not depend on the backend")
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.int32], ids=str)
 @ranks(2)
 def test_every_dtype_can_be_compiled(rank, dtype):
@@ -320,6 +327,7 @@ def test_every_dtype_can_be_compiled(rank, dtype):
 
 
 @AUTOGRAD
+@pytest.mark.gloo_only("in a graph it is what it is without async_op")
 @ranks(2)
 def test_it_can_be_compiled_asynchronously(rank):
     def reduce(tensor):

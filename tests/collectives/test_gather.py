@@ -7,6 +7,7 @@ from tests.collectives.reference import (
     LAYOUTS,
     check_against_one_process,
     check_gradients_numerically,
+    in_one_job,
     losses,
     random_tensor,
     sizes_of,
@@ -29,8 +30,8 @@ def reference(dim, dst):
     return gather
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(1, 2, 3)
+@in_one_job(layout=LAYOUTS)
 def test_equals_one_process(rank, world_size, layout):
     dst = world_size - 1
     for weights, dim in zip(losses(world_size), [0, 1, -2], strict=True):
@@ -44,8 +45,8 @@ def test_equals_one_process(rank, world_size, layout):
             )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @ranks(3)
+@in_one_job(dtype=[torch.float32, torch.bfloat16, torch.complex64])
 def test_every_dtype(rank, world_size, dtype):
     inputs = [strided(one) for one in make_inputs("empty", 1, world_size, dtype)]
     check_against_one_process(
@@ -53,16 +54,16 @@ def test_every_dtype(rank, world_size, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=str)
 @ranks(2)
+@in_one_job(dtype=[torch.int64, torch.bool])
 def test_integers(rank, dtype):
     inputs = make_inputs("empty", 0, 2, dtype)
     full = gather_v(inputs[rank])
     assert torch.equal(full, torch.cat(inputs) if rank == 0 else inputs[0][:0])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(3)
+@in_one_job(layout=LAYOUTS)
 def test_gradcheck(rank, world_size, layout):
     inputs = make_inputs(layout, 0, world_size)
     check_gradients_numerically(lambda shard: gather_v(shard, sizes_of(layout, world_size), dst=1), inputs, rank)

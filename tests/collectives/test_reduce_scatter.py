@@ -7,6 +7,7 @@ from tests.collectives.reference import (
     LAYOUTS,
     check_against_one_process,
     check_gradients_numerically,
+    in_one_job,
     losses,
     random_tensor,
     sizes_of,
@@ -20,8 +21,8 @@ def make_inputs(layout, dim, world_size, dtype=torch.float64):
     return [random_tensor(*shape, dtype=dtype, seed=rank) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(1, 2, 3)
+@in_one_job(layout=LAYOUTS)
 def test_equals_one_process(rank, world_size, layout):
     sizes = sizes_of(layout, world_size)
     for weights, dim in zip(losses(world_size), [0, 1, -1], strict=True):
@@ -34,8 +35,8 @@ def test_equals_one_process(rank, world_size, layout):
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64], ids=str)
 @ranks(3)
+@in_one_job(dtype=[torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 def test_every_dtype(rank, world_size, dtype):
     sizes = sizes_of("empty", world_size)
     check_against_one_process(
@@ -47,8 +48,8 @@ def test_every_dtype(rank, world_size, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
 @ranks(2)
+@in_one_job(dtype=[torch.int64, torch.uint8, torch.bool])
 def test_integers_are_added_and_truths_are_joined(rank, dtype):
     inputs = make_inputs("uneven", 0, 2, dtype)
     total = inputs[0] | inputs[1] if dtype == torch.bool else inputs[0] + inputs[1]
@@ -68,8 +69,8 @@ def test_sixteen_bit_floats_are_added_in_rank_order(rank):
     assert reduce_scatter_v(full, [1, 1, 1], use_fp32=False) == 256
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(3)
+@in_one_job(layout=LAYOUTS)
 def test_gradcheck(rank, world_size, layout):
     inputs = make_inputs(layout, 0, world_size)
     check_gradients_numerically(lambda full: reduce_scatter_v(full, sizes_of(layout, world_size)), inputs, rank)

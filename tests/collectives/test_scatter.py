@@ -8,6 +8,7 @@ from tests.collectives.reference import (
     LAYOUTS,
     check_against_one_process,
     check_gradients_numerically,
+    in_one_job,
     losses,
     random_tensor,
     sizes_of,
@@ -21,8 +22,8 @@ def make_inputs(layout, dim, world_size, dtype=torch.float64):
     return [random_tensor(*shape, dtype=dtype, seed=rank) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(1, 2, 3)
+@in_one_job(layout=LAYOUTS)
 def test_equals_one_process(rank, world_size, layout):
     sizes, src = sizes_of(layout, world_size), world_size - 1
     for weights, dim in zip(losses(world_size), [0, 1, -1], strict=True):
@@ -35,8 +36,8 @@ def test_equals_one_process(rank, world_size, layout):
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool], ids=str)
 @ranks(3)
+@in_one_job(dtype=[torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool])
 def test_receivers_need_to_know_nothing(rank, world_size, dtype):
     full = strided(make_inputs("empty", 1, world_size, dtype)[0])
     sizes = sizes_of("empty", world_size)
@@ -53,8 +54,8 @@ def test_the_gradient_comes_back_from_ranks_that_passed_none(rank):
         assert full.grad.tolist() == [[1, 1], [3, 3], [3, 3], [3, 3]]
 
 
-@pytest.mark.parametrize("other", ["a text", 3, [torch.ones(2)]], ids=["text", "number", "list"])
 @ranks(2)
+@in_one_job(other=["a text", 3, [torch.ones(2)]], ids=["text", "number", "list"])
 def test_other_ranks_may_pass_anything(rank, other):
     full = torch.ones(3, requires_grad=True)
     scatter_v(full if rank == 0 else other, [1, 2]).sum().backward()
@@ -69,8 +70,8 @@ def test_no_gradient_is_asked_of_anybody_where_the_source_needs_none(rank):
         assert not scatter_v(other, [1, 2]).requires_grad
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(3)
+@in_one_job(layout=LAYOUTS)
 def test_gradcheck(rank, world_size, layout):
     inputs = make_inputs(layout, 0, world_size)
     check_gradients_numerically(lambda full: scatter_v(full, sizes_of(layout, world_size)), inputs, rank, twice=False)

@@ -12,6 +12,7 @@ from distman._job.meeting.job_store import JobStore
 from distman.collectives import _objects, all_gather_objects, broadcast_data, gather_objects
 from distman.collectives._objects import ForeignPickleError, Seal
 from distman.testing import ranks
+from tests.collectives.reference import in_one_job
 
 KEY = b"k" * 32
 
@@ -28,8 +29,8 @@ def world():
     return DistributedManager().resolve_group()
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, 100_000])
 @ranks(1, 3)
+@in_one_job(size=[0, 1, 100, 100_000])
 def test_sealed_objects_arrive(rank, world_size, size):
     with keyed():
         for _ in range(3):
