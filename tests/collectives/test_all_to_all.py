@@ -70,6 +70,7 @@ def test_slices_of_every_dtype(rank, world_size):
         )
 
 
+@pytest.mark.gloo_only("what travels for a second derivative does so for the first ones, which are compared over both")
 @ranks(3)
 @in_one_job(layout=list(MATRICES))
 def test_gradcheck_of_slices(rank, world_size, layout):
@@ -112,6 +113,7 @@ def test_indexed_equals_one_process(rank, world_size, layout):
         )
 
 
+@pytest.mark.gloo_only("what travels for a second derivative does so for the first ones, which are compared over both")
 @ranks(2, 3)
 def test_gradcheck_of_indexed(rank, world_size):
     sizes, indices = matrix_of("uneven", world_size), indices_of("uneven", world_size)

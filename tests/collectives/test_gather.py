@@ -62,6 +62,7 @@ def test_integers(rank, dtype):
     assert torch.equal(full, torch.cat(inputs) if rank == 0 else inputs[0][:0])
 
 
+@pytest.mark.gloo_only("what travels for a second derivative does so for the first ones, which are compared over both")
 @ranks(3)
 @in_one_job(layout=LAYOUTS)
 def test_gradcheck(rank, world_size, layout):

@@ -55,7 +55,7 @@ def test_the_gradient_comes_back_from_ranks_that_passed_none(rank):
 
 
 @ranks(2)
-@in_one_job(other=["a text", 3, [torch.ones(2)]], ids=["text", "number", "list"])
+@in_one_job(other=["a text", 3, [torch.ones(2)]])
 def test_other_ranks_may_pass_anything(rank, other):
     full = torch.ones(3, requires_grad=True)
     scatter_v(full if rank == 0 else other, [1, 2]).sum().backward()
@@ -70,6 +70,7 @@ def test_no_gradient_is_asked_of_anybody_where_the_source_needs_none(rank):
         assert not scatter_v(other, [1, 2]).requires_grad
 
 
+@pytest.mark.gloo_only("what travels for a second derivative does so for the first ones, which are compared over both")
 @ranks(3)
 @in_one_job(layout=LAYOUTS)
 def test_gradcheck(rank, world_size, layout):

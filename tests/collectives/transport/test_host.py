@@ -339,7 +339,7 @@ def test_groups_that_are_gone_leave_nothing(rank):
         return len(list(Path("/proc/self/fd").iterdir()))
 
     counts = []
-    for number in range(5):
+    for number in range(3):
         manager.create_process_subgroup(f"pair {number}", 2)
         assert all_gather_v(torch.full([LARGE], float(rank)), group=f"pair {number}")[::LARGE].tolist() == [0, 1]
         manager.destroy_group(f"pair {number}")
