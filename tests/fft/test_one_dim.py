@@ -9,11 +9,11 @@ import torch
 from distman import DistributedManager, fft, split_sizes
 from distman.errors import PlanMismatchError
 from distman.testing import ranks
-from tests.collectives.reference import check_gradients_numerically, random_tensor, strided
+from tests.collectives.reference import check_gradients_numerically, in_one_job, random_tensor, strided
 
 KINDS = ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"]
 REAL_INPUT = ("rfft", "ihfft")
-NUM_DRAWS = 24
+NUM_DRAWS = 16
 
 
 def make_input(kind, *shape, dtype=torch.float64, seed=0):
@@ -56,8 +56,8 @@ def check_against_one_process(kind, full, n, dim, norm, rank, **options):
     assert torch.equal(mine.detach(), kept)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @ranks(1, 2, 3)
+@in_one_job(kind=KINDS)
 def test_draws_equal_one_process(rank, world_size, kind):
     source = random.Random(f"{kind} {world_size}")  # noqa: S311 - no secret
     for draw in range(NUM_DRAWS):
@@ -81,8 +81,8 @@ def test_draws_equal_one_process(rank, world_size, kind):
         check_against_one_process(kind, full, n, dim, norm, rank, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @ranks(3)
+@in_one_job(kind=KINDS)
 def test_gradcheck_twice(rank, world_size, kind):
     for shape, dim, out_dim in [((6,), 0, 0), ((3, 4), 0, 0), ((3, 4), 0, 1)]:
         length = shape[dim]
@@ -97,8 +97,8 @@ def test_gradcheck_twice(rank, world_size, kind):
         check_gradients_numerically(function, inputs, rank)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
+@in_one_job(kind=KINDS)
 def test_dtypes_strides_conjugates_and_results_that_are_changed(rank, kind):
     for dtype, (shape, dim, shard_dim) in itertools.product(
         [torch.float32, torch.float64], [((16,), 0, 0), ((6, 3, 8), 0, 0), ((6, 3, 8), 2, 0)]
