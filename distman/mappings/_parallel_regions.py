@@ -47,7 +47,7 @@ def copy_to_parallel_region(input: torch.Tensor, group: GroupLike = None) -> tor
     """
     members = resolve_group(group)
     input = check_call("copy_to_parallel_region", input, members, name="input", is_local=True)
-    return linear(input, _copy, _sum, members)
+    return linear(input, _copy, all_reduce_sum, members, True)
 
 
 @collective
@@ -78,7 +78,7 @@ def reduce_from_parallel_region(input: torch.Tensor, group: GroupLike = None) ->
     """
     members = resolve_group(group)
     input = check_call("reduce_from_parallel_region", input, members, name="input")
-    return linear(input, _sum, _copy, members)
+    return linear(input, all_reduce_sum, _copy, members, True)
 
 
 @collective
@@ -115,7 +115,7 @@ def scatter_region(
     members = resolve_group(group)
     input = check_call("scatter_to_parallel_region", input, members, name="input", is_local=True, dim=dim)
     dim = normalize_dim(dim, input.ndim)
-    return linear(input, _take_slice, _join, split(input.shape[dim], members.size), dim, members)
+    return linear(input, _take_slice, join_shards, split(input.shape[dim], members.size), dim, True, members)
 
 
 @collective
@@ -150,21 +150,13 @@ def gather_from_parallel_region(
     """
     members = resolve_group(group)
     input, sizes, dim = check_shard("gather_from_parallel_region", input, shapes, dim, members, name="input")
-    return linear(input, _join, _take_slice, sizes, dim, members)
+    return linear(input, join_shards, _take_slice, sizes, dim, True, members)
 
 
-def _copy(tensor: torch.Tensor, _: Group) -> torch.Tensor:
+def _copy(tensor: torch.Tensor, *_: object) -> torch.Tensor:
     return tensor
 
 
-def _sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    return all_reduce_sum(tensor, group, use_fp32=True)
-
-
-def _take_slice(tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
+def _take_slice(tensor: torch.Tensor, sizes: list[int], dim: int, _: bool, group: Group) -> torch.Tensor:
     part: torch.Tensor = tensor.split(sizes, dim)[group.rank]
     return part.clone(memory_format=torch.contiguous_format)
-
-
-def _join(tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
-    return join_shards(tensor, sizes, dim, True, group)

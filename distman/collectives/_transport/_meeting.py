@@ -48,7 +48,10 @@ class Meeting:
 
     def _meet(self) -> None:
         drawn = os.urandom(NONCE_BYTES)
-        with _listening(drawn) as listener:
+        with contextlib.ExitStack() as stack:
+            listener = None
+            with contextlib.suppress(OSError):  # the name cannot be had
+                listener = stack.enter_context(_listener(_name_of(drawn))) if is_wanted() else None
             mine = drawn if listener is not None else _NOWHERE
             found = self._swap([mine] * len(self._others))
             self._nonces = dict(zip(self._others, found, strict=True)) | {self._me: mine}
@@ -114,16 +117,6 @@ class Meeting:
         for work in batch_isend_irecv(operations):
             work.wait()
         return [bytes(row) for row in received.tolist()]
-
-
-@contextlib.contextmanager
-def _listening(nonce: bytes) -> Iterator[socket.socket | None]:
-    """Listen at a name, if it can be had and this rank is to use sockets, and yield the socket."""
-    with contextlib.ExitStack() as stack:
-        listener = None
-        with contextlib.suppress(OSError):
-            listener = stack.enter_context(_listener(_name_of(nonce))) if is_wanted() else None
-        yield listener
 
 
 def _listener(address: bytes) -> socket.socket:

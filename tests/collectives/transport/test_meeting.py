@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from distman.collectives._transport import _meeting
-from distman.collectives._transport._meeting import _dial_at, _listening, _name_of, _new_socket
+from distman.collectives._transport._meeting import _dial_at, _listener, _name_of, _new_socket
 from distman.collectives._validation import resolve_group
 from distman.testing import ranks
 
@@ -65,7 +65,7 @@ def test_another_user_is_not_listened_to(rank):
     if rank != 0:
         return
     mine = meeting_of(resolve_group(None))
-    with _listening(NONCE) as listener:
+    with _listener(_name_of(NONCE)) as listener:
         command = [sys.executable, "-c", STRANGER, _name_of(NONCE)[1:].decode()]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
             assert stranger.stdout.readline() == "in\n"
@@ -101,7 +101,7 @@ def test_nothing_is_told_to_another_user_that_listens_at_the_name():
 
 
 def test_nothing_is_left_of_the_name():
-    with _listening(NONCE) as listener:
-        assert listener is not None
+    with _listener(_name_of(NONCE)):
+        pass
     with pytest.raises(ConnectionRefusedError), _new_socket() as one:
         one.connect(_name_of(NONCE))
