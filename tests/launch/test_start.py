@@ -376,7 +376,7 @@ def interrupt(*_):
 
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
 signal.signal(signal.SIGINT, interrupt)
-early_failure.tell_waiting_ranks.__kwdefaults__["patience"] = 600.0  # who interrupts must not wait for it
+early_failure.timing.EARLY_FAILURE = 600.0  # who interrupts must not wait for it
 join = membership._Membership.join_record
 
 def join_and_say_so(self):

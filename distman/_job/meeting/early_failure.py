@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from distman._base import timing
 from distman._coordination import protocol
@@ -19,6 +16,7 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after, ending_of
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.starter import write_error_file
+from distman._coordination.messages import encode
 from distman._coordination.timeouts import begin
 from distman._job.meeting.ancestry import ancestors
 from distman._job.meeting.munge import DaemonError
@@ -38,11 +36,11 @@ def tell_of(error: BaseException) -> Callable[[], object]:
     abort_job_after(error, environment)
     record = FailureRecord.of(error, environment.rank)
     # A user who pressed Ctrl-C wants it to end.
-    more = {"patience": 0} if isinstance(error, KeyboardInterrupt) else {}
+    patience = 0.0 if isinstance(error, KeyboardInterrupt) else timing.EARLY_FAILURE
 
     def tell() -> None:
         ending = ending_of(environment)
-        if not tell_waiting_ranks(dataclasses.asdict(record), os.environ, **more) and ending is not None:
+        if not tell_waiting_ranks(record, environment, os.environ, patience) and ending is not None:
             hook.end_job_at_exit(ending)
 
     wait = begin(tell)  # while the error is printed
@@ -74,21 +72,15 @@ def _place(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
 
 
 def tell_waiting_ranks(
-    failure: dict[str, Any], environ: Mapping[str, str], *, patience: float = timing.EARLY_FAILURE
+    record: FailureRecord, environment: LaunchEnvironment, environ: Mapping[str, str], patience: float
 ) -> bool:
-    """Tell the ranks of a failure, the fields of a ``JobFailed``, and return whether they would listen to this rank."""
+    """Tell the ranks of a failure of this one, and return whether they would listen to it."""
     # It is left with the store of the job, or that is opened for ``patience`` seconds to tell those to come. Nothing
     # is done where the other ranks end with this one, nor where no place is known. It needs no torch, so it also serves
     # a rank that failed to import it. The others do not listen where it cannot prove that it is a rank.
-    try:
-        environment = detect(environ).environment
-    except DistmanError:
-        return True  # nobody waits for it
     launcher = LAUNCHERS[environment.launcher]
-    if environment.world_size == 1:
-        return True
     has_agents_elsewhere = launcher.agent is not None and not environment.is_on_one_node  # which go on
-    if launcher.on_failure is not OnFailure.WAITS and not has_agents_elsewhere:
+    if environment.world_size == 1 or (launcher.on_failure is not OnFailure.WAITS and not has_agents_elsewhere):
         return True
     try:
         protection = find_protection(environment, environ)
@@ -97,7 +89,7 @@ def tell_waiting_ranks(
     try:
         meeting = find_meeting(environment, environ, protection)
         if isinstance(meeting, Endpoint):
-            _tell_of(meeting, {**failure, "rank": environment.rank}, environment, patience)
+            _leave_at(meeting, record, environment, patience)
     except DaemonError:
         return False
     except (ImportError, DistmanError, OSError):
@@ -105,31 +97,22 @@ def tell_waiting_ranks(
     return True
 
 
-def _tell_of(point: Endpoint, failure: dict[str, Any], environment: LaunchEnvironment, patience: float) -> None:
-    message = json.dumps(failure).encode()
-    if not point.is_host:
-        _tell(point.find_client(environment.rank, patience, role=VISITOR), message)
-    elif patience > 0:
-        _hold_store(point, message, environment, patience)
-
-
-def _tell(client: Client, failure: bytes) -> None:
-    """Leave a failure with the store of the job, for those that come later and those that wait for all to come."""
-    with contextlib.closing(client):
-        _leave(client, failure)
-        client.add(_key(protocol.TURNED_AWAY), 1)
-
-
-def _hold_store(point: Endpoint, failure: bytes, environment: LaunchEnvironment, patience: float) -> None:
-    """Open the store that the others look for, and stay until all have been told."""
+def _leave_at(point: Endpoint, record: FailureRecord, environment: LaunchEnvironment, patience: float) -> None:
+    """Leave a failure with the store; the rank that opens it stays until all have been told."""
     until = time.monotonic() + patience
-    client, is_own = point.start_or_enter(environment.rank, patience)
-    if not is_own:
-        _tell(client, failure)
+    is_own = False
+    if not point.is_host:
+        client = point.find_client(environment.rank, patience, role=VISITOR)
+    elif patience > 0:
+        client, is_own = point.start_or_enter(environment.rank, patience)
+    else:
         return
-    told = _key(protocol.TURNED_AWAY), _key(protocol.VERDICT_HEARD)
     with contextlib.closing(client):
-        _leave(client, failure)
+        _leave(client, encode(record).encode())
+        if not is_own:
+            client.add(_key(protocol.TURNED_AWAY), 1)
+            return
+        told = _key(protocol.TURNED_AWAY), _key(protocol.VERDICT_HEARD)
         while sum(client.add(key, 0) for key in told) < environment.world_size - 1 and time.monotonic() < until:
             time.sleep(timing.EARLY_FAILURE_PAUSE)
 

@@ -18,7 +18,6 @@ from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import MalformedMessageError
 from distman._job.meeting import early_failure, membership, places
 from distman._job.meeting.address import bind_listener
-from distman._job.meeting.early_failure import _tell
 from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.membership import establish_membership
 from distman._job.meeting.places import AtPorts, find_meeting
@@ -278,7 +277,9 @@ FAILURE = {
 def test_a_rank_that_failed_before_is_told_to_all_at_once(point, failure, message):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(attend, point, join_record(rank, 3), timeout=60.0) for rank in (0, 1)]
-        _tell(point.find_client(2, 10, role=VISITOR), json.dumps(failure).encode())
+        with contextlib.closing(point.find_client(2, 10, role=VISITOR)) as client:
+            early_failure._leave(client, json.dumps(failure).encode())
+            client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)
         for future in futures:
             with pytest.raises((JobFailed, MalformedMessageError), match=message):
                 future.result(timeout=10)
@@ -320,9 +321,9 @@ def test_whoever_fails_before_it_joins_is_told_to_all_whoever_opens_the_store(po
             return take_part(job_store, join_record(rank, 3), timeout=60.0)
 
     def fail():
-        error = {**FAILURE, "rank": failed}
+        record = FailureRecord(**{**FAILURE, "rank": failed})
         environment = LaunchEnvironment("slurm", rank=failed, world_size=3)
-        early_failure._tell_of(dataclasses.replace(point, is_host=failed == opener), error, environment, 10)
+        early_failure._leave_at(dataclasses.replace(point, is_host=failed == opener), record, environment, 10)
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         others = [pool.submit(come, rank) for rank in range(3) if rank != failed]
@@ -339,7 +340,8 @@ def test_who_fails_before_it_joins_is_heard_by_the_ranks_of_another_agent():
         **{"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": f"{os.getpid()}", "TORCHELASTIC_USE_AGENT_STORE": "True"},
         **{"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_WORLD_SIZE": "3"},
     }
-    there = find_meeting(detect(environ).environment, environ)
+    environment = detect(environ).environment
+    there = find_meeting(environment, environ)
 
     def come(rank):
         with contextlib.closing(there.open(0, 60.0) if rank == 0 else there.find(rank, 60.0)) as job_store:
@@ -347,7 +349,7 @@ def test_who_fails_before_it_joins_is_heard_by_the_ranks_of_another_agent():
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         others = [pool.submit(come, rank) for rank in range(2)]
-        assert early_failure.tell_waiting_ranks(FAILURE, environ)
+        assert early_failure.tell_waiting_ranks(FailureRecord(**FAILURE), environment, environ, 10)
         for other in others:
             with pytest.raises(JobFailed, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"):
                 other.result(timeout=30)
