@@ -16,6 +16,7 @@ import torch.distributed as dist
 from distman._base import timing
 from distman._base.log import logger
 from distman._base.process_state import puts_back
+from distman._base.process_tree import stat_of
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import FailureRecord
@@ -166,12 +167,11 @@ def wait_for_gloo() -> None:
 
 
 def _gloo_threads_sleep() -> Iterator[bool]:
-    for task in Path("/proc/self/task").glob("*/stat"):
+    for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a thread may end while we look
-            _, _, rest = task.read_text(encoding="utf-8", errors="replace").partition("(")  # the system cuts names
-            name, _, state = rest.rpartition(") ")
+            name, fields = stat_of(thread)
             if name.startswith(GLOO_THREADS):
-                yield state.startswith("S")
+                yield fields[0] == "S"
 
 
 def end_groups(process_groups: Sequence[dist.ProcessGroup] | None, device: torch.device, *, aborts: bool) -> None:

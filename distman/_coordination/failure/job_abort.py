@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from distman._base import timing
+from distman._base.process_tree import runs_same_program, stat_of
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT
 from distman.environments import LAUNCHERS, LaunchEnvironment, OnFailure
@@ -68,9 +69,8 @@ def _end_if_stopped(pid: int) -> None:
     """End a process that is stopped, if it runs this very program: nothing else would end it."""
     time.sleep(timing.STOPPED)
     with contextlib.suppress(OSError):
-        process = Path(f"/proc/{pid}")
-        state = (process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
-        if state == "T" and (process / "cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes():
+        _, (state, *_) = stat_of(Path("/proc", str(pid)))
+        if state == "T" and runs_same_program(pid):
             os.kill(pid, signal.SIGKILL)
 
 

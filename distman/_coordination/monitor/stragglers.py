@@ -8,12 +8,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from distman._base import timing
+from distman._base.process_tree import runs_same_program
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import seconds_before_turn
@@ -131,7 +131,7 @@ def end_stragglers_here(context: WatchContext, record: FailureRecord, seconds: f
     until = time.monotonic() + seconds  # by when they must have come back to the interpreter
 
     def unaware(patience: float) -> list[Place]:
-        there = {mate.rank: mate for mate in mates if _is_here(mate)}
+        there = {mate.rank: mate for mate in mates if runs_same_program(mate.pid)}
         stuck = {record.rank} & there.keys() if record.error_type == SILENT else set[int]()
         return [there[rank] for rank in stuck | _unaware(job_store, there.keys() - {record.rank}, patience)]
 
@@ -165,11 +165,3 @@ def _unaware(store: TorchStore, ranks: Iterable[int], patience: float) -> set[in
         if not unaware or time.monotonic() >= until:
             return unaware
         time.sleep(timing.STRAGGLERS_PAUSE)
-
-
-def _is_here(mate: Place) -> bool:
-    """Return whether a process of this host runs the program of this one: another one may have its number by now."""
-    try:
-        return Path(f"/proc/{mate.pid}/cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes()
-    except OSError:
-        return False

@@ -9,8 +9,8 @@ import os
 import socket
 from collections.abc import Mapping
 
+from distman._base.process_tree import ancestors
 from distman._job.meeting import mpi
-from distman._job.meeting.ancestry import ancestors
 from distman._store.transport import BACKLOG
 from distman.environments import LAUNCHERS, Family, LaunchEnvironment, read_host, read_text
 from distman.errors import RendezvousError
@@ -97,7 +97,7 @@ def job_name(environment: LaunchEnvironment) -> str:
     """Return the name of a job, which is that of the process that started its ranks, where its launcher gives none."""
     process_names = LAUNCHERS[environment.launcher].process_names
     if not environment.job_id and process_names and environment.is_on_one_node:
-        named = (ancestor.pid for ancestor in ancestors() if ancestor.name.startswith(process_names))  # not shells
+        named = (pid for pid, name in ancestors() if name.startswith(process_names))  # not shells
         return f"{environment.launcher}-{next(named, os.getppid())}"
     return environment.job_id or environment.launcher
 

@@ -9,8 +9,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from distman._base import timing
+from distman._base.process_tree import ancestors, command_of, environ_of
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after, ending_of
@@ -18,7 +20,6 @@ from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.starter import write_error_file
 from distman._coordination.messages import encode
 from distman._coordination.timeouts import begin
-from distman._job.meeting.ancestry import ancestors
 from distman._job.meeting.munge import DaemonError
 from distman._job.meeting.places import Endpoint, find_meeting
 from distman._job.meeting.secret import find_protection
@@ -54,11 +55,12 @@ def is_started_by_rank(environ: Mapping[str, str]) -> bool:
     # Python, unless it was told to run this very program, as a wrapper such as ``conda run python train.py`` is.
     place = _place(environ)
     program = next((word for word in sys.orig_argv[1:] if not word.startswith("-")), None)
-    for ancestor in ancestors():
-        if _place(ancestor.environ) != place:
+    for pid, _ in ancestors():
+        if _place(environ_of(pid)) != place:
             return False
-        words = itertools.dropwhile(lambda word: word.startswith("-"), ancestor.command[1:])
-        if ancestor.is_python and program not in list(words)[1:]:
+        command = command_of(pid) or [""]
+        words = itertools.dropwhile(lambda word: word.startswith("-"), command[1:])
+        if Path(command[0]).name.startswith(("python", "pypy")) and program not in list(words)[1:]:
             return True
     return False
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 import torch
 
 from distman._base.log import logger
+from distman._base.process_tree import boot_id, start_time
 from distman._base.text import printable
 from distman._coordination.messages import get_ready_to_decode
 from distman._coordination.timeouts import keep_threads
 from distman._job.device import is_sharing_allowed, visible_devices
-from distman._job.meeting.ancestry import boot_id, start_time
 from distman._job.meeting.job_store import JobStore
 from distman._job.meeting.membership import establish_membership
 from distman._job.meeting.peers import JoinRecord, Peer
