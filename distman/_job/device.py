@@ -143,8 +143,8 @@ def requested_device(device: str | torch.device | None) -> torch.device | None:
     return None if resolved.type != "cpu" and resolved.index is None else resolved
 
 
-def backend_for(device: torch.device) -> str:
-    return _BACKENDS[device.type]
+def backend_for(device: str | torch.device) -> str:
+    return _BACKENDS[torch.device(device).type]
 
 
 def is_pure_gloo(backend: str) -> bool:

@@ -65,33 +65,17 @@ def start(
 
     leave_it_to_the_meeting = functools.partial(hook.set_reporter, functools.partial(abort_job, environment))
     try:
-        job_store, peers = join(
-            environment,
-            os.environ,
-            device=requested,
-            backend=backend,
-            timeout=limits.rendezvous,
-            unreachable_after=watch_limits.unreachable if watch_limits else timing.UNREACHABLE_UNWATCHED,
-            on_meeting=leave_it_to_the_meeting,
-        )
+        me = join_record_of(environment, os.environ, requested, backend)  # first: if it fails, nobody waits here
+        unreachable_after = watch_limits.unreachable if watch_limits else timing.UNREACHABLE_UNWATCHED
+        on_meeting = leave_it_to_the_meeting
+        job_store, peers = join(environment, os.environ, me, limits.rendezvous, unreachable_after, on_meeting)
     except (RendezvousError, JobFailed) as error:
         leave_it_to_the_meeting()  # the others know already, or cannot be found
         if isinstance(error, JobFailed):
             hook.required_end_by(error)
         raise
-    peer = peers[environment.rank]
-    device = torch.device(peer.device)
-    job = Job(
-        peer=peer,
-        world_size=environment.world_size,
-        device=device,
-        backend=backend or backend_for(device),
-        limits=limits,
-        roll_call=peers,
-        environment=environment,
-        rendezvous=job_store,
-    )
-    watcher = None
+    job = _job_of(environment, peers, limits, backend or backend_for(peers[environment.rank].device), job_store)
+    peer, watcher = job.peer, None
     try:
         hook.set_reporter(reporter_of(job, job_store))
         job_store.leave_will(peer, unless=protocol.left(peer.rank))
@@ -148,29 +132,32 @@ def adopt(
     world = dist.group.WORLD  # which takes tensors of no other device than the one it may be bound to
     bound = world.bound_device_id if isinstance(world, dist.ProcessGroup) else None
     device = requested or bound or (None if "nccl" in backend else torch.device("cpu"))
-    me = join_record_of(environment, os.environ, device=device, backend=backend)
+    me = join_record_of(environment, os.environ, device, backend)
     unreachable_after = watch_limits.unreachable if watch_limits else timing.UNREACHABLE_UNWATCHED
     is_alone = world_size == 1 or dist.get_backend() == "fake"
     job_store, peers = (None, complete([me])) if is_alone else _join_in_group(me, limits, unreachable_after)
-    peer = next(peer for peer in peers if peer.rank == rank)
-    job = Job(
-        peer=peer,
-        world_size=world_size,
-        device=torch.device(peer.device),
-        backend=backend,
-        limits=limits,
-        roll_call=peers,
-        environment=environment,
-        rendezvous=job_store,
-        is_adopted=True,
-    )
+    job = _job_of(environment, peers, limits, backend, job_store, is_adopted=True)
     _make_current(job.device)
     if job_store is not None:
         hook.set_reporter(reporter_of(job, job_store))
-        job_store.leave_will(peer, unless=protocol.left(peer.rank))
+        job_store.leave_will(job.peer, unless=protocol.left(rank))
     elif world_size == 1:
         hook.set_reporter(_tell_starter)
     return job
+
+
+def _job_of(
+    environment: LaunchEnvironment,
+    peers: tuple[Peer, ...],
+    limits: Limits,
+    backend: str | None,
+    job_store: JobStore | None = None,
+    *,
+    is_adopted: bool = False,
+) -> Job:
+    peer = next(peer for peer in peers if peer.rank == environment.rank)  # beside a fake group it is the only one
+    device, world_size = torch.device(peer.device), environment.world_size
+    return Job(peer, world_size, device, backend, limits, peers, environment, job_store, is_adopted)
 
 
 def _make_current(device: torch.device) -> None:
@@ -217,17 +204,17 @@ def _start_alone(
     environment: LaunchEnvironment, backend: str | None, requested: torch.device | None, limits: Limits
 ) -> Job:
     """Return the job of a process that meets nobody. It has a process group where a launcher has started it."""
-    peers = complete([join_record_of(environment, os.environ, device=requested, backend=backend)])
-    device = torch.device(peers[0].device)
-    _make_current(device)
+    peers = complete([join_record_of(environment, os.environ, requested, backend)])
+    backend = backend or backend_for(peers[0].device)
+    job = _job_of(environment, peers, limits, backend if environment.is_launched else None)
+    _make_current(job.device)
     if not environment.is_launched:
         hook.set_reporter(None)  # nobody has to hear of a failure
-        return Job(peers[0], 1, device, None, limits, peers, environment)
+        return job
     keep_garbage_from_children()
     hook.set_reporter(_tell_starter)
     protection = Protection(Source.KERNEL, agents=find_agents(environment, os.environ))  # it has no door
     warn_of_strangers(protection, environment, os.environ)
-    job = Job(peers[0], 1, device, backend or backend_for(device), limits, peers, environment)
     with counting_no_failed_group(), meeting_in_few_calls():
         _init_process_group(job, dist.HashStore())
     note_host([0])

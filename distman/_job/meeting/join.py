@@ -36,9 +36,7 @@ _FILES_BESIDE = 512  # for data, libraries and the program itself
 def join(
     environment: LaunchEnvironment,
     environ: Mapping[str, str],
-    *,
-    device: torch.device | None,
-    backend: str | None,
+    me: JoinRecord,
     timeout: float,
     unreachable_after: float,
     on_meeting: Callable[[], None],
@@ -51,7 +49,6 @@ def join(
     if environment.rank == 0:
         warn_of_strangers(protection, environment, environ)
     meeting = find_meeting(environment, environ, protection, unreachable_after)
-    me = join_record_of(environment, environ, device=device, backend=backend)  # first: if it fails, nobody waits here
     if meeting.is_host:
         check_room(environment.world_size, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         job_store = meeting.open(environment.rank, timeout, _get_ready)
@@ -112,11 +109,7 @@ def join_at(
 
 
 def join_record_of(
-    environment: LaunchEnvironment,
-    environ: Mapping[str, str],
-    *,
-    device: torch.device | None,
-    backend: str | None,
+    environment: LaunchEnvironment, environ: Mapping[str, str], device: torch.device | None, backend: str | None
 ) -> JoinRecord:
     device_type, visible = visible_devices(device.type if device else None)
     command = printable(" ".join(sys.argv))

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from distman._job.meeting import join as module
-from distman._job.meeting.address import bind_listener
-from distman._job.meeting.join import allow_open_files, check_room, join, join_record_of
+from distman._job import start
+from distman._job.job import Limits
+from distman._job.meeting import join
+from distman._job.meeting.join import allow_open_files, check_room, join_record_of
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError
 
@@ -43,29 +44,17 @@ def test_a_store_that_has_no_room_for_all_ranks_is_not_started():
 
 def test_what_may_fail_is_done_before_the_store_is_opened(monkeypatch):
     """Who has reached the store waits for a verdict; who has not is told by the rank that failed."""
-    with bind_listener("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
 
     def fail(_):
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port))
         raise RuntimeError("the driver does not answer")
 
-    monkeypatch.setattr(module, "visible_devices", fail)
-    environment = LaunchEnvironment("env", 0, 2)
-    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    monkeypatch.setattr(join, "visible_devices", fail)
+    monkeypatch.setattr(start, "join", pytest.fail)
+    monkeypatch.setattr(start, "keep_garbage_from_children", lambda: None)
     with pytest.raises(RuntimeError, match="the driver does not answer"):
-        join(
-            environment,
-            environ,
-            device=None,
-            backend=None,
-            timeout=10.0,
-            unreachable_after=10.0,
-            on_meeting=pytest.fail,
-        )
+        start.start(LaunchEnvironment("env", 0, 2), None, None, Limits(10.0, 10.0), None)
 
 
 def test_a_rank_says_which_machine_it_runs_on():
-    machine = join_record_of(LaunchEnvironment("env", 0, 2), {}, device=None, backend=None).machine
+    machine = join_record_of(LaunchEnvironment("env", 0, 2), {}, None, None).machine
     assert machine == (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
