@@ -53,13 +53,6 @@ def partitions_by_host(job: Job) -> dict[str, Partition]:
     return {"node": ListedPartition(tuple(nodes)), "leaders": ListedPartition((leaders, *others))}
 
 
-@dataclass(frozen=True, eq=False)
-class Neighbours:
-    """The ranks of this host, this one included; none where not all ranks are known. One object for each job."""
-
-    ranks: frozenset[int]
-
-
 def warn_of_crossing(job: Job, ranks_of: Mapping[str, tuple[int, ...]]) -> None:
     """Warn where a group crosses hosts though it would fit on one, and no group as large stays on one."""
     peers = job.roll_call
@@ -87,7 +80,7 @@ class Group:
     ranks: tuple[int, ...]  # its members' ranks in the world, ascending
     rank: int  # this rank's index among them
     reference: Callable[[], dist.ProcessGroup | None]  # weak: torch owns it; its connections close when torch lets go
-    neighbours: Neighbours  # the ranks of this host
+    neighbours: frozenset[int]  # the ranks of this host, this one included; none where not all ranks are known
     device_types: tuple[str, ...] = ()  # types of devices whose tensors it carries; empty without a process group
     consensus: Consensus | None = None  # of its members over the store; None, like the next two, where nobody else is
     sections: ExclusiveSections | None = None  # what some of its members do while the others wait
@@ -138,7 +131,7 @@ class Groups:
         self._world_partition = GridPartition.whole(job.world_size)
         self._ready_made = partitions_by_host(job)  # not at the first use, which torch.compile may trace
         here = self._ready_made["node"].block_of(job.peer.rank) if self._ready_made else ()
-        self._neighbours = Neighbours(frozenset(here))
+        self._neighbours = frozenset(here)
         self.world = self._group("world", tuple(range(job.world_size)), dist.group.WORLD if job.backend else None)
 
     @property

@@ -24,7 +24,7 @@ def transport_of(group: Group, device: torch.device) -> Transport:
         made = Transport(group, carrier)
         if process_group is not None and carrier.type == "cpu" and not collects_batches(process_group, carrier):
             timeout = gloo_timeout(process_group)
-            if timeout is not None and len(group.neighbours.ranks.intersection(group.ranks)) > 1:
+            if timeout is not None and len(group.neighbours.intersection(group.ranks)) > 1:
                 made = HostTransport(group, carrier, timeout)
         group.transports.setdefault(carrier, made)
     found: Transport = group.transports[carrier]
@@ -34,4 +34,4 @@ def transport_of(group: Group, device: torch.device) -> Transport:
 def reaches_all(group: Group, device: torch.device) -> bool:
     """Return whether all ranks of a group are of this host, and this one is to use its memory."""
     is_host = isinstance(transport_of(group, device), HostTransport)
-    return is_host and is_wanted() and group.neighbours.ranks.issuperset(group.ranks)
+    return is_host and is_wanted() and group.neighbours.issuperset(group.ranks)

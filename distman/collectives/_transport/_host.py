@@ -58,7 +58,7 @@ class HostTransport(Transport):
         return HostBatch(self, sends, receives, room_for, tag, segment)
 
     def segment(self, sizes: Mapping[int, int]) -> Segment | None:
-        ranks, here = self.group.ranks, self.group.neighbours.ranks
+        ranks, here = self.group.ranks, self.group.neighbours
         large = {rank: (rank, size) for rank, size in sizes.items() if is_large(size) and ranks[rank] in here}
         return self.take(large) if large and _segments.is_wanted() else None
 

@@ -40,7 +40,7 @@ class Meeting:
         self._group, self._me = group, group.rank
         rendezvous = DistributedManager()._state.job.rendezvous
         self._key = (rendezvous.key if rendezvous is not None else b"") or NO_SECRET
-        here = group.neighbours.ranks
+        here = group.neighbours
         self._others = [rank for rank in range(group.size) if rank != group.rank and group.ranks[rank] in here]
         with contextlib.ExitStack() as self._stack:  # what ends this early closes all
             self._meet()
