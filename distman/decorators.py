@@ -93,18 +93,16 @@ def on_rank(
         41
     """
     ranks = _whole_ranks(rank, "on_rank")
-    warned: set[str] = set()
 
-    def run_there(run: Callable[[], Any], what: str) -> Any:
-        members = _members(group)
+    def choose(members: Group | None) -> tuple[Sequence[int], str]:
         size = members.size if members is not None else 1
-        present = [rank for rank in ranks if rank < size]
-        if present:
-            share = functools.partial(broadcast_data, src=present[0], group=group) if broadcast else None
-            return _run_on(present, run, what, members, barrier=barrier, share=share)
-        return _warn_of_nobody(what, f"of {size} {'rank' if size == 1 else 'ranks'}", members, warned)
+        return [rank for rank in ranks if rank < size], f"of {size} {'rank' if size == 1 else 'ranks'}"
 
-    return _decorator(f"on_rank({_shown(ranks)})", run_there)
+    def share(result: Any, present: Sequence[int]) -> Any:
+        return broadcast_data(result, present[0], group)
+
+    where = f"on_rank({_shown(ranks)})"
+    return _decorator(where, group, choose, barrier=barrier, share=share if broadcast else None)
 
 
 def rank_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
@@ -160,24 +158,18 @@ def on_local_rank(
     ranks = _whole_ranks(local_rank, "on_local_rank")
     if len(ranks) > 1:
         raise ValueError(f"local_rank must be one rank of each host, got {local_rank!r}. Pass one integer.")
-    warned: set[str] = set()
 
-    def run_there(run: Callable[[], Any], what: str) -> Any:
-        members = _members(None)
-        present = [rank for rank in ranks if rank == 0]
-        if members is not None:
-            present = DistributedManager().ranks_with_local_rank(ranks[0])
-        if not present:
-            return _warn_of_nobody(what, "on any host", members, warned)
+    def choose(members: Group | None) -> tuple[Sequence[int], str]:
+        alone = [rank for rank in ranks if rank == 0]
+        return alone if members is None else DistributedManager().ranks_with_local_rank(ranks[0]), "on any host"
 
-        def share(result: Any) -> Any:
-            node = DistributedManager().resolve_group("node")
-            src = next((index for index, rank in enumerate(node.ranks) if rank in present), None)
-            return broadcast_data(result, src, "node") if src is not None else None
+    def share(result: Any, present: Sequence[int]) -> Any:
+        node = DistributedManager().resolve_group("node")
+        src = next((index for index, rank in enumerate(node.ranks) if rank in present), None)
+        return broadcast_data(result, src, "node") if src is not None else None
 
-        return _run_on(present, run, what, members, barrier=barrier, share=share if broadcast else None)
-
-    return _decorator(f"on_local_rank({_shown(ranks)})", run_there)
+    where = f"on_local_rank({_shown(ranks)})"
+    return _decorator(where, None, choose, barrier=barrier, share=share if broadcast else None)
 
 
 def rank_zero_first() -> AbstractContextManager[None]:
@@ -261,7 +253,7 @@ def _run_on(
     members: Group | None,
     *,
     barrier: bool = False,
-    share: Callable[[R | None], R | None] | None = None,
+    share: Callable[[R | None, Sequence[int]], R | None] | None = None,
 ) -> R | None:
     """Run a function on some ranks of a group, and make the outcome that of all; ``share`` hands out the result."""
     if members is None:
@@ -289,7 +281,7 @@ def _run_on(
         is_over = section.succeed() if is_active or barrier else False
         if not is_over:
             section.wait()
-    return share(result) if share is not None else result
+    return share(result, ranks) if share is not None else result
 
 
 @contextmanager
@@ -329,9 +321,15 @@ def _members(group: GroupLike) -> Group | None:
 
 
 def _decorator(
-    where: str, run_there: Callable[[Callable[[], Any], str], Any]
+    where: str,
+    group: GroupLike,
+    choose: Callable[[Group | None], tuple[Sequence[int], str]],  # returns who runs, and among whom, in words
+    *,
+    barrier: bool,
+    share: Callable[[Any, Sequence[int]], Any] | None,
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
     """Return a decorator for functions, also within ``classmethod`` and ``staticmethod``."""
+    warned: set[str] = set()  # of what runs nowhere
 
     def decorate(func: Any) -> Any:
         if isinstance(func, classmethod | staticmethod):
@@ -340,18 +338,21 @@ def _decorator(
 
         @functools.wraps(func)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return run_there(functools.partial(func, *args, **kwargs), what)
+            members = _members(group)
+            present, among = choose(members)
+            if present:
+                run = functools.partial(func, *args, **kwargs)
+                return _run_on(present, run, what, members, barrier=barrier, share=share)
+            if what not in warned and (members is None or members.rank == 0):
+                warned.add(what)
+                logger.warning(
+                    "%s runs nowhere and returns None: there is no such rank %s. Name another one.", what, among
+                )
+            return None
 
         return call
 
     return decorate
-
-
-def _warn_of_nobody(what: str, among: str, members: Group | None, warned: set[str]) -> None:
-    """Say that a function runs nowhere, once in the group and once for each that is not among the warned."""
-    if what not in warned and (members is None or members.rank == 0):
-        warned.add(what)
-        logger.warning("%s runs nowhere and returns None: there is no such rank %s. Name another one.", what, among)
 
 
 def _whole_ranks(rank: object, decorator: str) -> tuple[int, ...]:
