@@ -43,12 +43,10 @@ from distman._job.manager.wrapping import (
     Initialize,
     Parts,
     Precision,
+    Sharding,
     check_mesh,
     check_module,
-    check_shardable,
     check_wrappable,
-    materialize_all,
-    shard_in_place,
     wrap,
 )
 from distman._job.shutdown import abandon, close_kept, leave
@@ -569,30 +567,19 @@ class DistributedManager(Place, GroupMethods):
             >>> model.weight.grad.to_local()  # of this rank's row: the mean of 1 and 2
             tensor([[1.5000]])
         """
-        check_shardable(
-            module, shard, mixed_precision, kwargs, recomputes=checkpoint_activations, initialize=initialize
-        )
+        sharding = Sharding(shard, mixed_precision, checkpoint_activations, initialize, kwargs)
+        sharding.check(module)
         check_finds_unused(finds_unused=self.find_unused_parameters)
         chosen = mesh if mesh is None or isinstance(mesh, DeviceMesh) else self.mesh(mesh)
         if chosen is not None:
             check_mesh(chosen, self.device)
         tracking.check_speaks_for_rank("wrap_fsdp()")
         if self.world_size == 1:
-            materialize_all(module, self.device, shard, initialize)
+            sharding.materialize(module, self.device)
             return module
         groups = self._state.groups
-        return shard_in_place(
-            module,
-            groups.device_mesh((self.world_size,), ("world",)) if chosen is None else chosen,
-            groups,
-            parts=shard,
-            precision=mixed_precision,
-            options=kwargs,
-            recomputes=checkpoint_activations,
-            finds_unused=self.find_unused_parameters,
-            device=self.device,
-            initialize=initialize,
-        )
+        whole = groups.device_mesh((self.world_size,), ("world",)) if chosen is None else chosen
+        return sharding.shard(module, whole, groups, self.device, finds_unused=self.find_unused_parameters)
 
     def __str__(self) -> str:
         peer = self._state.job.peer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -78,60 +79,106 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIONS = ("reshard_after_forward", "shard_placement_fn", "offload_policy")
 
 
-def check_shardable(
-    module: torch.nn.Module,
-    parts: Parts | None,
-    precision: object,
-    options: dict[str, Any],
-    *,
-    recomputes: bool,
-    initialize: Initialize | None,
-) -> None:
-    """Refuse, on any number of ranks, what ``fully_shard`` would on several, there or in the first step."""
-    check_module(module)
-    own = ["mesh", "shard", "mixed_precision", "checkpoint_activations", "initialize"]
-    check_options(options, [*_OPTIONS, *own], "wrap_fsdp")
-    _policies(precision)
-    if not any(True for _ in module.parameters()):
-        raise ValueError("module must have parameters, got none. Call the module as it is: there is nothing to shard.")
-    if recomputes and parts is None:
-        raise ValueError(
-            "checkpoint_activations must be used with shard, got shard=None. Name the modules to be computed again."
-        )
-    units = [*_units(module, parts), module]
-    for unit in units:
-        if isinstance(unit, torch.nn.ModuleList | torch.nn.ModuleDict):
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """How a program wants a model to be sharded: the arguments of ``wrap_fsdp``."""
+
+    parts: Parts | None
+    precision: Precision | None
+    recomputes: bool
+    initialize: Initialize | None
+    options: dict[str, Any]  # of ``fully_shard``
+
+    def check(self, module: torch.nn.Module) -> None:
+        """Refuse, on any number of ranks, what ``fully_shard`` would on several, there or in the first step."""
+        check_module(module)
+        own = ["mesh", "shard", "mixed_precision", "checkpoint_activations", "initialize"]
+        check_options(self.options, [*_OPTIONS, *own], "wrap_fsdp")
+        _policies(self.precision)
+        if not any(True for _ in module.parameters()):
             raise ValueError(
-                f"what is sharded must have a forward(), got a {type(unit).__name__}. Name the class of its elements."
+                "module must have parameters, got none. Call the module as it is: there is nothing to shard."
             )
-    for name, parameter in module.named_parameters():
-        _check_parameter(name, parameter)
-    for name, part in module.named_modules() if initialize is None else ():
-        if is_on_meta(part, recurse=False) and not hasattr(part, "reset_parameters"):
+        if self.recomputes and self.parts is None:
             raise ValueError(
-                f"what is on the meta device must be initialized, got {name or 'the model'} of {type(part).__name__} "
-                "without reset_parameters(). Pass initialize=, a function that sets what a module has itself."
+                "checkpoint_activations must be used with shard, got shard=None. Name the modules to be computed again."
             )
-    unit_of = {part: unit for unit in units[::-1] for part in unit.modules()}  # the innermost one
-    gathered: dict[torch.nn.Module, dict[torch.dtype, str]] = {}
-    seen: dict[torch.nn.Parameter, tuple[torch.nn.Module, str]] = {}
-    for path, part in module.named_modules():
-        for name, parameter in part.named_parameters(prefix=path, recurse=False):
-            unit, first = seen.setdefault(parameter, (unit_of[part], name))
-            if unit is not unit_of[part]:
+        units = [*self._units(module), module]
+        for unit in units:
+            if isinstance(unit, torch.nn.ModuleList | torch.nn.ModuleDict):
+                kind = type(unit).__name__
                 raise ValueError(
-                    f"parameters that are tied must be sharded together, got {first} and {name}, which are one. Let "
-                    "shard find a module around both, or neither."
+                    f"what is sharded must have a forward(), got a {kind}. Name the class of its elements."
                 )
-            if parameter.requires_grad:
-                gathered.setdefault(unit, {})[parameter.dtype] = name
-    for found in gathered.values():
-        if len(found) > 1:
-            got = " and ".join(f"{name} of {dtype}" for dtype, name in found.items())
-            raise ValueError(
-                f"parameters that are sharded together must have one data type, got {got}. Convert them, or let shard "
-                "find the modules that they are in."
+        for name, parameter in module.named_parameters():
+            _check_parameter(name, parameter)
+        for name, part in module.named_modules() if self.initialize is None else ():
+            if is_on_meta(part, recurse=False) and not hasattr(part, "reset_parameters"):
+                raise ValueError(
+                    f"what is on the meta device must be initialized, got {name or 'the model'} of "
+                    f"{type(part).__name__} without reset_parameters(). Pass initialize=, a function that sets what a "
+                    "module has itself."
+                )
+        _check_units(module, units)
+
+    def shard(
+        self, module: torch.nn.Module, mesh: DeviceMesh, groups: Groups, device: torch.device, *, finds_unused: bool
+    ) -> torch.nn.Module:
+        """Shard a module in place, with the weights and buffers of the first rank of the mesh.
+
+        What is on the meta device is made and sharded part by part, so that a rank has room for one of them.
+        """
+        from torch.distributed.fsdp import fully_shard  # the import takes a second
+        from torch.utils.checkpoint import checkpoint
+
+        inner, outer = _policies(self.precision)
+        units = self._units(module)
+        with WaitScope("wrap_fsdp()"):
+            _compare(module, mesh, groups, len(units))
+            _share([*module.parameters(), *module.buffers()], mesh)
+        for unit in units:
+            _share(materialize(unit, device, self.initialize), mesh)
+            if self.recomputes:
+                unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+            fully_shard(unit, mesh=mesh, mp_policy=inner, **self.options)
+        _share(materialize(module, device, self.initialize), mesh)
+        sharded = fully_shard(module, mesh=mesh, mp_policy=outer, **self.options)
+        if finds_unused:
+            sharded.set_reduce_scatter_unused_params(True)
+        if mesh.device_type == "cpu":  # gloo of torch 2.8 takes an average for a sum
+            parts_of_it: list[Any] = [*units, sharded]
+            for part in parts_of_it:
+                part.set_force_sum_reduction_for_comms(enable=True)
+        return module
+
+    def materialize(self, module: torch.nn.Module, device: torch.device) -> None:
+        for unit in [*self._units(module), module] if is_on_meta(module) else []:
+            materialize(unit, device, self.initialize)
+
+    def _units(self, module: torch.nn.Module) -> list[torch.nn.Module]:
+        """Return the modules within a module that are gathered each by itself, the inner ones first."""
+        if self.parts is None:
+            return []
+        classes = (self.parts,) if isinstance(self.parts, type) else self.parts
+        if callable(classes):
+            is_unit = classes
+        elif all(isinstance(one, type) and issubclass(one, torch.nn.Module) for one in classes):
+            kinds = tuple(classes)
+
+            def is_unit(one: torch.nn.Module) -> bool:
+                return isinstance(one, kinds)
+
+        else:
+            raise TypeError(
+                f"shard must be classes of modules, or a function of a module, got {self.parts!r}. Pass one of them."
             )
+        units = [one for one in module.modules() if one is not module and is_unit(one)]
+        if not units:
+            inside = sorted({type(one).__name__ for one in module.modules()})
+            raise ValueError(
+                f"shard must find modules within the model, got {self.parts!r}. It has {', '.join(inside)}."
+            )
+        return units[::-1]
 
 
 def check_mesh(mesh: DeviceMesh, device: torch.device) -> None:
@@ -145,47 +192,6 @@ def check_mesh(mesh: DeviceMesh, device: torch.device) -> None:
             f"mesh must be one of {device.type} devices, as this rank's is, got one of {mesh.device_type}. Pass "
             "manager.mesh()."
         )
-
-
-def shard_in_place(
-    module: torch.nn.Module,
-    mesh: DeviceMesh,
-    groups: Groups,
-    *,
-    parts: Parts | None,
-    precision: Precision | None,
-    options: dict[str, Any],
-    recomputes: bool,
-    finds_unused: bool,
-    device: torch.device,
-    initialize: Initialize | None,
-) -> torch.nn.Module:
-    """Shard a module in place, with the weights and buffers of the first rank of the mesh.
-
-    What is on the meta device is made and sharded part by part, so that a rank has room for one of them.
-    """
-    from torch.distributed.fsdp import fully_shard  # the import takes a second
-    from torch.utils.checkpoint import checkpoint
-
-    inner, outer = _policies(precision)
-    units = _units(module, parts)
-    with WaitScope("wrap_fsdp()"):
-        _compare(module, mesh, groups, len(units))
-        _share([*module.parameters(), *module.buffers()], mesh)
-    for unit in units:
-        _share(materialize(unit, device, initialize), mesh)
-        if recomputes:
-            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
-        fully_shard(unit, mesh=mesh, mp_policy=inner, **options)
-    _share(materialize(module, device, initialize), mesh)
-    sharded = fully_shard(module, mesh=mesh, mp_policy=outer, **options)
-    if finds_unused:
-        sharded.set_reduce_scatter_unused_params(True)
-    if mesh.device_type == "cpu":  # gloo of torch 2.8 takes an average for a sum
-        parts_of_it: list[Any] = [*units, sharded]
-        for part in parts_of_it:
-            part.set_force_sum_reduction_for_comms(enable=True)
-    return module
 
 
 def is_on_meta(module: torch.nn.Module, *, recurse: bool = True) -> bool:
@@ -213,35 +219,28 @@ def _reset(module: Any) -> None:
     module.reset_parameters()
 
 
-def materialize_all(
-    module: torch.nn.Module, device: torch.device, parts: Parts | None, initialize: Initialize | None
-) -> None:
-    for unit in [*_units(module, parts), module] if is_on_meta(module) else []:
-        materialize(unit, device, initialize)
-
-
-def _units(module: torch.nn.Module, parts: Parts | None) -> list[torch.nn.Module]:
-    """Return the modules within a module that are gathered each by itself, the inner ones first."""
-    if parts is None:
-        return []
-    classes = (parts,) if isinstance(parts, type) else parts
-    if callable(classes):
-        is_unit = classes
-    elif all(isinstance(one, type) and issubclass(one, torch.nn.Module) for one in classes):
-        kinds = tuple(classes)
-
-        def is_unit(one: torch.nn.Module) -> bool:
-            return isinstance(one, kinds)
-
-    else:
-        raise TypeError(
-            f"shard must be classes of modules, or a function of a module, got {parts!r}. Pass one of them."
-        )
-    units = [one for one in module.modules() if one is not module and is_unit(one)]
-    if not units:
-        inside = sorted({type(one).__name__ for one in module.modules()})
-        raise ValueError(f"shard must find modules within the model, got {parts!r}. It has {', '.join(inside)}.")
-    return units[::-1]
+def _check_units(module: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:
+    """Refuse parameters that cannot be gathered with their unit."""
+    unit_of = {part: unit for unit in units[::-1] for part in unit.modules()}  # the innermost one
+    gathered: dict[torch.nn.Module, dict[torch.dtype, str]] = {}
+    seen: dict[torch.nn.Parameter, tuple[torch.nn.Module, str]] = {}
+    for path, part in module.named_modules():
+        for name, parameter in part.named_parameters(prefix=path, recurse=False):
+            unit, first = seen.setdefault(parameter, (unit_of[part], name))
+            if unit is not unit_of[part]:
+                raise ValueError(
+                    f"parameters that are tied must be sharded together, got {first} and {name}, which are one. Let "
+                    "shard find a module around both, or neither."
+                )
+            if parameter.requires_grad:
+                gathered.setdefault(unit, {})[parameter.dtype] = name
+    for found in gathered.values():
+        if len(found) > 1:
+            got = " and ".join(f"{name} of {dtype}" for dtype, name in found.items())
+            raise ValueError(
+                f"parameters that are sharded together must have one data type, got {got}. Convert them, or let shard "
+                "find the modules that they are in."
+            )
 
 
 def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
