@@ -96,8 +96,10 @@ def begin(work: Callable[[], object]) -> Callable[[float | None], bool]:
         return is_in_time
 
     try:
+        _under_way[is_done] = os.getpid()
         _hand_over(run, is_done)
     except (RuntimeError, MemoryError):
+        _under_way.pop(is_done, None)
         run()
         is_done.set()
     return wait
@@ -105,7 +107,6 @@ def begin(work: Callable[[], object]) -> Callable[[float | None], bool]:
 
 def _hand_over(work: Callable[[], None], is_done: threading.Event) -> None:
     thread = _take() or _Thread(is_kept=False)
-    _under_way[is_done] = os.getpid()
     thread.work.put((work, is_done))
 
 
@@ -121,7 +122,7 @@ def wait_for_work(seconds: float) -> None:
 
 
 def leave(work: Callable[[], None]) -> None:
-    """Do something in another thread, if one can be had, and wait for nothing."""
+    """Do something in another thread, if one can be had, and wait for nothing, not even at the end of the process."""
     with contextlib.suppress(RuntimeError, MemoryError):
         _hand_over(work, threading.Event())
 

@@ -105,3 +105,11 @@ def test_who_comes_too_late_for_a_kept_thread_has_a_new_one(monkeypatch):
 def test_threads_that_others_have_taken_are_not_ended_here(monkeypatch):
     monkeypatch.setattr(timeouts, "_kept", TakenByAnother(["the last one"]))
     timeouts._end_threads()
+
+
+def test_what_nobody_waits_for_does_not_hold_up_the_end_of_the_process():
+    """What bounds that end goes on until then."""
+    may_end, begun = threading.Event(), dict(timeouts._under_way)
+    leave(may_end.wait)
+    assert timeouts._under_way == begun
+    may_end.set()
