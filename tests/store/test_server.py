@@ -70,6 +70,13 @@ def store(request):
         yield store
 
 
+@pytest.fixture
+def unix_store():
+    """One store for what does not depend on how it is reached."""
+    with open_store("unix") as store:
+        yield store
+
+
 def refusals():
     return [
         ("another job", {"job": "job-2"}),
@@ -474,9 +481,9 @@ def test_a_member_that_sends_nonsense_is_told_and_named(store, message):
 
 
 @pytest.mark.parametrize("num_bytes", [1, frames.MOST_BYTES // 2])
-def test_values_that_are_too_long_together_are_refused_and_harm_nobody(store, num_bytes):
+def test_values_that_are_too_long_together_are_refused_and_harm_nobody(unix_store, num_bytes):
     """They are told when the last one is set, by another member."""
-    reader, writer = store.client(), store.client(MEMBER, 6)
+    reader, writer = unix_store.client(), unix_store.client(MEMBER, 6)
     names = [b"a", b"b", b"c"]
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(reader.multi_get, names, PATIENCE)
@@ -493,8 +500,8 @@ def test_values_that_are_too_long_together_are_refused_and_harm_nobody(store, nu
     reader.wait([], PATIENCE)
 
 
-def test_a_value_grows_no_longer_than_it_may_be_read(store):
-    first, second = store.client(), store.client()
+def test_a_value_grows_no_longer_than_it_may_be_read(unix_store):
+    first, second = unix_store.client(), unix_store.client()
     piece = bytes(frames.MOST_VALUE_BYTES // 2)
     for _ in range(2):
         append_and_ask(first, b"long", piece)

@@ -34,7 +34,7 @@ from distman.testing import ranks
 from distman.topology import parse_tree
 
 SOON = 10  # seconds within which all ranks hear of a disagreement
-NUM_ROUNDS = 50
+NUM_ROUNDS = 12
 NUM_WARM_UPS = 5
 IN_BLOCKS = ("n1", "n1", "n2", "n2")
 SCATTERED = ("n1", "n2", "n1", "n2")

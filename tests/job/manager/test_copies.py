@@ -41,40 +41,41 @@ COPIES = {
 }
 
 
-def check_view(view):
-    """Check that a view follows the state: it goes with the job, and sees the next one."""
+def check_views(**views):
+    """Check that views follow the state, by how they were made: they go with the job, and see the next one."""
     manager = DistributedManager()
-    assert type(view) is DistributedManager
-    assert (view.rank, view.world_size, view.group_size()) == (manager.rank, manager.world_size, manager.world_size)
-    view.find_unused_parameters = not manager.find_unused_parameters
-    assert view.find_unused_parameters == manager.find_unused_parameters
+    for how, view in views.items():
+        assert type(view) is DistributedManager, how
+        assert (view.rank, view.world_size, view.group_size()) == (manager.rank, manager.world_size, manager.world_size)
+        view.find_unused_parameters = not manager.find_unused_parameters
+        assert view.find_unused_parameters == manager.find_unused_parameters
     DistributedManager.cleanup()
-    with pytest.raises(NotInitializedError):
-        _ = view.rank
+    for how, view in views.items():
+        with pytest.raises(NotInitializedError):
+            pytest.fail(f"{how} has rank {view.rank}")
     DistributedManager.initialize(device="cpu")
-    assert view.device == torch.device("cpu")
+    assert {how: view.device for how, view in views.items()} == dict.fromkeys(views, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("how", COPIES)
 @ranks(1, 2)
-def test_a_copy_is_a_view_of_the_same_state(how):
-    check_view(COPIES[how](DistributedManager()))
+def test_a_copy_is_a_view_of_the_same_state():
+    check_views(**{how: make(DistributedManager()) for how, make in COPIES.items()})
 
 
-@pytest.mark.parametrize("how", COPIES)
 @ranks(1, 2)
-def test_a_copy_of_a_model_that_keeps_the_manager_is_whole(how):
-    layer = COPIES[how](Layer())
-    layer(torch.ones(3, 2)).sum().backward()
-    assert layer.place["manager"].rank == layer.manager.rank
-    assert layer.size_of() == DistributedManager().world_size
-    check_view(layer.manager)
+def test_a_copy_of_a_model_that_keeps_the_manager_is_whole():
+    layers = {how: make(Layer()) for how, make in COPIES.items()}
+    for how, layer in layers.items():
+        layer(torch.ones(3, 2)).sum().backward()
+        assert layer.place["manager"].rank == layer.manager.rank, how
+        assert layer.size_of() == DistributedManager().world_size
+    check_views(**{how: layer.manager for how, layer in layers.items()})
 
 
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_of_a_subclass_is_of_that_class(how):
+def test_a_copy_of_a_subclass_is_of_that_class():
     DistributedManager.initialize(device="cpu")
-    assert type(COPIES[how](Own(argument=3))) is Own
+    for how, make in COPIES.items():
+        assert type(make(Own(argument=3))) is Own, how
 
 
 class Own(DistributedManager):
@@ -97,7 +98,7 @@ def test_an_average_of_a_model_that_keeps_the_manager():
     model = DistributedManager().wrap_ddp(Layer())
     average = AveragedModel(model)
     average.update_parameters(model)
-    check_view(average.module.module.manager)
+    check_views(average=average.module.module.manager)
 
 
 @ranks(2)
