@@ -66,6 +66,7 @@ class StackQueries:
     def ask(self, ranks: Sequence[int], timeout: float) -> dict[int, Answer]:
         """Return where these ranks are, as far as they answer."""
         number = count(self.store, protocol.QUERY_NUMBERS, 1)
+        count(self.store, protocol.answered(number))  # which is there for as long as somebody waits for answers
         for rank in ranks:
             self.store.append(protocol.queries(rank), f"{number},")
         count(self.store, protocol.NEWS, 1)
@@ -86,8 +87,10 @@ class StackQueries:
         """Answer the queries that are new, see :meth:`Answer.here`."""
         numbers = read_numbers(self.store, protocol.queries(self.rank))
         for number in numbers[self.num_seen :]:
-            self.store.set(protocol.answer(number, self.rank), encode(Answer.here(more)))
-            count(self.store, protocol.answered(number), 1)
+            here = encode(Answer.here(more))
+            if self.store.check([protocol.answered(number)]):  # else nobody would delete what comes too late
+                self.store.set(protocol.answer(number, self.rank), here)
+                count(self.store, protocol.answered(number), 1)
         self.num_seen = len(numbers)
 
 

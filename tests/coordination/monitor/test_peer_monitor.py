@@ -82,6 +82,14 @@ def test_a_query_is_answered():
     assert not ranks.store.check([protocol.answer(1, 1)])
 
 
+def test_an_answer_for_which_nobody_waits_any_more_leaves_nothing_in_the_store():
+    store = MemoryStore()
+    assert StackQueries(store, 0).ask([1], 0.0) == {}
+    num_keys = store.num_keys()
+    StackQueries(store, 1).answer()
+    assert store.num_keys() == num_keys
+
+
 class DeletingStore(MemoryStore):
     """A store in which each key is deleted right after it was found."""
 
@@ -100,6 +108,7 @@ def test_what_another_rank_deletes_meanwhile_is_not_waited_for():
     store.set(protocol.beat(1), "1700000000.0 in barrier at train.py:3")
     assert read_sign(store, 1).endswith("in barrier at train.py:3")
     store.append(protocol.queries(1), "1,")
+    store.add(protocol.answered(1), 0)
     StackQueries(store, 1).answer()
     assert store.add(protocol.answered(1), 0) == 1
 
