@@ -32,6 +32,14 @@ def parse_hostlist(text: str) -> list[str]:
     Source:
         Slurm, ``scontrol show hostnames`` and ``src/common/hostlist.c``.
     """
+    return list(_hosts(text))
+
+
+def first_host(text: str) -> str:
+    return next(_hosts(text))
+
+
+def _hosts(text: str) -> Iterator[str]:
     names = _HOST.findall(text)
     if not names or _SEPARATORS.fullmatch(_HOST.sub("", text)) is None:
         raise _invalid(text, "it names no host, or has a bracket too many")
@@ -41,11 +49,7 @@ def parse_hostlist(text: str) -> list[str]:
     if sum(math.prod(map(len, brackets)) for brackets in numbers) > MAX_ENTRIES:
         raise _invalid(text, f"it has more than {MAX_ENTRIES:,} entries")
     hosts = (_expand(parts[::2], brackets) for parts, brackets in zip(pieces, numbers, strict=True))
-    return list(itertools.chain.from_iterable(hosts))
-
-
-def first_host(text: str) -> str:
-    return parse_hostlist(text)[0]
+    return itertools.chain.from_iterable(hosts)
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
