@@ -25,6 +25,7 @@ from distman._coordination.tracking import CallNumbers, call_site, check_all_run
 from distman._coordination.wait_scope import WaitScope
 from distman._job.device import is_pure_gloo
 from distman._job.job import Job
+from distman._job.meeting.peers import grouped
 from distman._job.shutdown import end_groups
 from distman._store.connection import GaveUpError
 from distman._store.torch_store import AbortableStore, TorchStore
@@ -44,10 +45,7 @@ def partitions_by_host(job: Job) -> dict[str, Partition]:
     """Return the partitions of ``"node"`` and ``"leaders"``; none where not all ranks are known."""
     if len(job.roll_call) < job.world_size:
         return {}
-    ranks_of: dict[int, list[int]] = {}
-    for peer in job.roll_call:
-        ranks_of.setdefault(peer.node_rank, []).append(peer.rank)
-    nodes = sorted(tuple(ranks) for ranks in ranks_of.values())
+    nodes = sorted(map(tuple, grouped((peer.node_rank, peer.rank) for peer in job.roll_call).values()))
     others = [(rank,) for ranks in nodes for rank in ranks[1:]]
     leaders = tuple(ranks[0] for ranks in nodes)
     return {"node": ListedPartition(tuple(nodes)), "leaders": ListedPartition((leaders, *others))}
@@ -236,10 +234,7 @@ class Groups:
     @functools.cached_property
     def by_local_rank(self) -> dict[int, list[int]]:
         """The ranks that have each local rank, one of each host that has it."""
-        ranks_of: dict[int, list[int]] = {}
-        for peer in self._job.roll_call:
-            ranks_of.setdefault(peer.local_rank, []).append(peer.rank)
-        return ranks_of
+        return grouped((peer.local_rank, peer.rank) for peer in self._job.roll_call)
 
     def plan_only(self, name: str, partition: Partition) -> None:
         """Give a partition a name; its groups are made by their members when they are first used."""

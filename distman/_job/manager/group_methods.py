@@ -19,11 +19,7 @@ class GroupMethods(SharedState):
 
     @classmethod
     def create_process_subgroup(
-        cls,
-        name: str,
-        size: int,
-        group_name: str | None = None,
-        verbose: bool = False,
+        cls, name: str, size: int, group_name: str | None = None, verbose: bool = False
     ) -> None:
         """Make groups of consecutive ranks of a parent group.
 
@@ -52,10 +48,7 @@ class GroupMethods(SharedState):
 
     @classmethod
     def create_orthogonal_process_group(
-        cls,
-        orthogonal_group_name: str,
-        group_name: str,
-        verbose: bool = False,
+        cls, orthogonal_group_name: str, group_name: str, verbose: bool = False
     ) -> None:
         """Make groups of the i-th members of all groups of a name.
 
@@ -84,12 +77,7 @@ class GroupMethods(SharedState):
         )
 
     @classmethod
-    def create_group_from_node(
-        cls,
-        node: ProcessGroupNode,
-        parent: str | None = None,
-        verbose: bool = False,
-    ) -> str:
+    def create_group_from_node(cls, node: ProcessGroupNode, parent: str | None = None, verbose: bool = False) -> str:
         """Make the groups of one node of a tree, and name those that are orthogonal to them.
 
         Collective over all ranks of the job.
@@ -128,11 +116,7 @@ class GroupMethods(SharedState):
         return orthogonal
 
     @classmethod
-    def create_groups_from_config(
-        cls,
-        config: ProcessGroupConfig,
-        verbose: bool = False,
-    ) -> None:
+    def create_groups_from_config(cls, config: ProcessGroupConfig, verbose: bool = False) -> None:
         """Make the groups of all nodes of a tree; its root becomes a name of the world.
 
         Collective over all ranks of the job.

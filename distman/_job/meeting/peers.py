@@ -130,7 +130,7 @@ class Peer:
 def find_faults(arrived: Sequence[JoinRecord], world_size: int) -> list[str]:
     """Return a sentence for each thing that keeps these ranks from being one job, but for missing ranks."""
     # ``arrived`` is in the order of arrival.
-    by_rank = _grouped((join_record.rank, join_record) for join_record in arrived)
+    by_rank = grouped((join_record.rank, join_record) for join_record in arrived)
     faults = [
         f"rank {rank} must be one process, got {len(claims)}: {_listed(map(describe_claim, claims))}. {OWN_RANK}"
         for rank, claims in sorted(by_rank.items())
@@ -160,7 +160,7 @@ def complete(arrived: Sequence[JoinRecord]) -> tuple[Peer, ...]:
     """Return the ranks of a job without faults, in rank order, with what the launcher did not say derived."""
     # Hosts are counted in the order of their first rank; so are ranks within a host.
     ranked = sorted(arrived, key=lambda join_record: join_record.rank)
-    by_machine = _grouped((join_record.machine, join_record) for join_record in ranked)
+    by_machine = grouped((join_record.machine, join_record) for join_record in ranked)
     node_ranks = {machine: index for index, machine in enumerate(by_machine)}
     places = _places_on_hosts(ranked)
     peers = []
@@ -195,7 +195,7 @@ def _places_on_hosts(ranked: Sequence[JoinRecord]) -> dict[int, tuple[int, int]]
     # What starts the ranks of a host one by one, with a GPU for each, may tell every one that it is the first. Several
     # nodes of a launcher may be on one machine.
     places = {}
-    for node in _grouped(((one.machine, one.node_rank), one) for one in ranked).values():
+    for node in grouped(((one.machine, one.node_rank), one) for one in ranked).values():
         said = [_either(one.local_rank, place) for place, one in enumerate(node)]
         is_sound = len(set(said)) == len(node)
         for place, one in enumerate(node):
@@ -248,7 +248,7 @@ def _device_faults(arrived: Sequence[JoinRecord]) -> list[str]:
         return [str(error)]
     strict = {join_record.rank for join_record in arrived if not join_record.is_sharing_allowed}
     machines = {join_record.rank: join_record.machine for join_record in arrived}
-    users = _grouped(((machines[peer.rank], peer.device_uuid), peer) for peer in peers if peer.device_uuid)
+    users = grouped(((machines[peer.rank], peer.device_uuid), peer) for peer in peers if peer.device_uuid)
     return [
         f"a GPU must serve one rank, got {uuid} on {host} for "
         f"{_listed(f'rank {peer.rank} (pid {peer.pid})' for peer in sharing)}. Give each rank its own GPU "
@@ -259,14 +259,14 @@ def _device_faults(arrived: Sequence[JoinRecord]) -> list[str]:
 
 
 def _unlike(name: str, values: Iterable[tuple[Hashable, JoinRecord]], remedy: str) -> list[str]:
-    holders = _grouped(values)
+    holders = grouped(values)
     if len(holders) <= 1:
         return []
     found = "; ".join(f"{value} on {_listed(map(str, ranks))}" for value, ranks in holders.items())
     return [f"{name} must be the same on all ranks, got {found}. {remedy}"]
 
 
-def _grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     groups: defaultdict[K, list[V]] = defaultdict(list)
     for key, value in pairs:
         groups[key].append(value)
