@@ -161,7 +161,7 @@ queries: ByNumber = "queries {}".format
 """List of the queries where this rank is. Each rank that asks appends one; its watcher answers the new ones."""
 
 answered: ByNumber = "answered {}".format
-"""Counter of ranks that answered a query. The rank that asked waits for all of them, and deletes it."""
+"""Counter of ranks that answered a query. The rank that asked begins it, waits for all of them, and deletes it."""
 
 answer: Callable[[int, int], str] = "answer {}/{}".format  # number, rank
 """An ``Answer``. The watcher of that rank writes it; the rank that asked reads and deletes it, if it is in time."""
