@@ -47,16 +47,12 @@ class StoreProcess:
     """The process of a store, as seen by the one that started it."""
 
     def __init__(self, process: subprocess.Popen[bytes], word: BinaryIO) -> None:
-        self._process = process
+        self.popen = process
         self._word = word
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def wait_until_up(self, timeout: float) -> None:
         """Wait until the process serves, which takes some ten milliseconds from its start."""
-        with self._word as word, self._process.stderr as errors:  # type: ignore[union-attr]  # it is a pipe
+        with self._word as word, self.popen.stderr as errors:  # type: ignore[union-attr]  # it is a pipe
             is_up, said = _is_up(word.fileno(), errors.fileno(), time.monotonic() + timeout)
         if not is_up:
             shown = said.decode(errors="replace").strip() or f"nothing within {timeout:g} s"
@@ -65,14 +61,10 @@ class StoreProcess:
     def end(self) -> None:
         """End it at once, with whatever it has started: nobody shall find it."""
         self._word.close()
-        self._process.stderr.close()  # type: ignore[union-attr]  # it is a pipe
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
-            self._process.wait()
-
-    def wait(self, timeout: float) -> int:
-        """Wait for its end, and return its exit code; raise subprocess.TimeoutExpired if it goes on."""
-        return self._process.wait(timeout)
+        self.popen.stderr.close()  # type: ignore[union-attr]  # it is a pipe
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, signal.SIGKILL)  # it leads a session of its own
+            self.popen.wait()
 
 
 def listen_on_this_host(name: str) -> socket.socket:

@@ -47,7 +47,7 @@ store = start_store(
     listen_on_this_host(f"\\0distman-test/{os.getpid()}"), job="one", entry_limit=0.0, unreachable_after=1.0
 )
 store.wait_until_up(60.0)
-assert store.wait(60.0) == 0
+assert store.popen.wait(60.0) == 0
 print("all of them worked")
 """
 MINE = """

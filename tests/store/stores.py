@@ -76,7 +76,7 @@ class OpenStore:
     def exit_code(self):
         """How it ends; it has to do so by itself."""
         self.is_over = True
-        return self.process.wait(PATIENCE)
+        return self.process.popen.wait(PATIENCE)
 
     def close(self):
         for client in self._clients:
@@ -96,8 +96,8 @@ def open_store(kind, **settings):
     finally:
         store.close()
         if not store.is_over:
-            os.kill(store.process.pid, 9)
-            store.process.wait(PATIENCE)
+            os.kill(store.process.popen.pid, 9)
+            store.process.popen.wait(PATIENCE)
 
 
 @contextlib.contextmanager

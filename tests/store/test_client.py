@@ -291,9 +291,11 @@ def test_the_end_of_the_store_ends_all_calls_and_is_named(kind):
             waiting = threads.submit(client.get, b"never set", PATIENCE)
             while client._calls is not None:
                 threading.Event().wait(0.001)
-            os.kill(store.process.pid, signal.SIGKILL)
+            os.kill(store.process.popen.pid, signal.SIGKILL)
             for call in (lambda: waiting.result(PATIENCE), lambda: client.get(b"a", 1.0)):
-                with pytest.raises(StoreLostError, match=rf"the job's store \(pid {store.process.pid}\) is gone: "):
+                with pytest.raises(
+                    StoreLostError, match=rf"the job's store \(pid {store.process.popen.pid}\) is gone: "
+                ):
                     call()
         assert store.exit_code() == -signal.SIGKILL
 
@@ -463,25 +465,25 @@ def test_an_error_that_a_handler_raises_ends_the_attempt_to_connect_again(store)
         raise error
 
     before = signal.signal(signal.SIGALRM, fail)
-    os.kill(store.process.pid, signal.SIGSTOP)
+    os.kill(store.process.popen.pid, signal.SIGSTOP)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(TimeoutError) as caught:
             client.again(WATCHER)
         assert caught.value is error
     finally:
-        os.kill(store.process.pid, signal.SIGCONT)
+        os.kill(store.process.popen.pid, signal.SIGCONT)
         signal.signal(signal.SIGALRM, before)
 
 
 def test_a_store_that_does_not_answer_is_given_up_by_one_that_has_no_patience(store, client):
     with contextlib.closing(client.again(WATCHER, patience=1.0)) as watching:
-        os.kill(store.process.pid, signal.SIGSTOP)
+        os.kill(store.process.popen.pid, signal.SIGSTOP)
         try:
             with pytest.raises(StoreSilentError, match="has not answered for 1 s"):
                 watching.check([b"a"])
         finally:
-            os.kill(store.process.pid, signal.SIGCONT)
+            os.kill(store.process.popen.pid, signal.SIGCONT)
         with pytest.raises(StoreLostError):
             watching.check([b"a"])
     assert not client.check([b"a"])
@@ -550,12 +552,12 @@ def test_another_access_waits_for_a_store_that_does_not_get_to_it_for_long(store
 
     monkeypatch.setattr(client_module, "Hello", count)
     with ThreadPoolExecutor(1) as threads:
-        os.kill(store.process.pid, signal.SIGSTOP)
+        os.kill(store.process.popen.pid, signal.SIGSTOP)
         try:
             entering = threads.submit(client.again, WATCHER)
             assert has_tried.wait(PATIENCE)
         finally:
-            os.kill(store.process.pid, signal.SIGCONT)
+            os.kill(store.process.popen.pid, signal.SIGCONT)
         other = entering.result(PATIENCE)
     assert other.session == client.session
     other.close()

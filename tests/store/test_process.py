@@ -32,7 +32,7 @@ process = start_store(listen_on_this_host(address), job="job-1", secret=None, en
 client = Client(Door(address, "job-1", None, 30.0, 30.0), rank=0)
 client.set(b"of rank 0", b"kept")
 client.register_will(b"failure", b"news", unless=b"left/0", if_closed=b"0 died", if_unreachable=b"")
-print(process.pid, flush=True)
+print(process.popen.pid, flush=True)
 threading.Event().wait()
 """
 
@@ -46,7 +46,7 @@ def test_it_ends_with_its_last_member(kind):
         watcher = store.client(WATCHER, 1)
         second.close()
         assert store.exit_code() == 0
-        with pytest.raises(StoreLostError, match=rf"\(pid {store.process.pid}\) is gone"):
+        with pytest.raises(StoreLostError, match=rf"\(pid {store.process.popen.pid}\) is gone"):
             watcher.add(b"counter", 1)
 
 
@@ -55,7 +55,7 @@ def test_it_ends_where_nobody_comes():
     with listener:
         started = start_store(listener, job=JOB, secret=None, entry_limit=0.0, unreachable_after=1.0)
         started.wait_until_up(PATIENCE)
-        assert started.wait(PATIENCE) == 0
+        assert started.popen.wait(PATIENCE) == 0
 
 
 OPENS_AND_GOES = """
@@ -117,7 +117,7 @@ def test_it_goes_on_whatever_the_terminal_or_the_scheduler_sends_to_all_processe
     with open_store("unix") as store:
         client = store.client()
         for number in all_stop_signals():
-            os.kill(store.process.pid, number)
+            os.kill(store.process.popen.pid, number)
         assert client.add(b"counter", 1) == 1
 
 
@@ -132,7 +132,7 @@ def test_it_holds_nothing_of_whoever_started_it(monkeypatch):
     monkeypatch.setenv("DISTMAN_SECRET", SECRET.decode())
     with open(os.devnull) as _mine, open_store("tcp") as store:  # noqa: PTH123 - it must not be inherited
         store.client()
-        proc = Path(f"/proc/{store.process.pid}")
+        proc = Path(f"/proc/{store.process.popen.pid}")
         files = [str(entry.readlink()) for entry in (proc / "fd").iterdir()]
         assert sorted(file.partition(":")[0] for file in files) == [
             *["/dev/null"] * 4,
@@ -140,7 +140,7 @@ def test_it_holds_nothing_of_whoever_started_it(monkeypatch):
             *["socket"] * 2,
         ]
         assert (proc / "cwd").readlink() == Path("/")
-        assert os.getsid(store.process.pid) == store.process.pid
+        assert os.getsid(store.process.popen.pid) == store.process.popen.pid
         for secret in (SECRET, SECRET.hex().encode()):
             assert secret not in (proc / "cmdline").read_bytes() + (proc / "environ").read_bytes()
 
@@ -178,7 +178,7 @@ def test_a_process_that_is_not_up_in_time_is_an_error_and_does_not_stay(tmp_path
         with pytest.raises(StoreStartError, match="nothing within 0 s"):
             started.wait_until_up(0.0)
         started.end()
-        assert started.wait(PATIENCE) == -signal.SIGKILL
+        assert started.popen.wait(PATIENCE) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("noise", ["ERROR: ld.so: object cannot be preloaded: ignored.", "up", "x" * 100_000])
@@ -216,7 +216,7 @@ def test_the_library_is_found_where_the_program_was_told_to_look(tmp_path, monke
     monkeypatch.setenv("PYTHONVERBOSE", "1")
     with open_store("unix") as store:
         assert store.client().add(b"counter", 1) == 1
-        variables = Path(f"/proc/{store.process.pid}/environ").read_bytes().split(b"\0")
+        variables = Path(f"/proc/{store.process.popen.pid}/environ").read_bytes().split(b"\0")
         assert [one for one in variables if one.startswith(b"PYTHON")] == [b"PYTHONHOME=%b" % bytes(tmp_path)]
 
 

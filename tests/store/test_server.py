@@ -200,7 +200,7 @@ def test_idle_guests_take_few_descriptors_and_keep_nobody_out(store):
 
 
 def num_descriptors(store):
-    return len(list(Path(f"/proc/{store.process.pid}/fd").iterdir()))
+    return len(list(Path(f"/proc/{store.process.popen.pid}/fd").iterdir()))
 
 
 def test_a_flood_keeps_nobody_out(store):
@@ -422,7 +422,7 @@ def test_a_store_that_listens_to_ipv6_is_found_by_both():
     clients = [Client(door((address, port))) for address in ("127.0.0.1", "::1")]
     for client in clients:
         client.close()
-    assert process.wait(PATIENCE) == 0
+    assert process.popen.wait(PATIENCE) == 0
 
 
 def relay(listener, address):
@@ -531,7 +531,7 @@ def test_a_long_value_is_told_to_all_who_wait_and_kept_once():
 
 def resident(store, name="VmRSS"):
     """KiB of memory that the store's process has."""
-    status = Path(f"/proc/{store.process.pid}/status").read_text(encoding="utf-8")
+    status = Path(f"/proc/{store.process.popen.pid}/status").read_text(encoding="utf-8")
     (number,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith(name)]
     return number
 

@@ -134,7 +134,7 @@ def test_clones_and_parts_live_as_long_as_their_store(opened):
 def test_a_store_that_is_gone_is_a_lost_connection():
     with open_store("unix") as opened:
         store = TorchStore(opened.client())
-        os.kill(opened.process.pid, signal.SIGKILL)
+        os.kill(opened.process.popen.pid, signal.SIGKILL)
         assert opened.exit_code() == -signal.SIGKILL
         with pytest.raises(dist.DistNetworkError, match=r"\(pid \d+\) is gone") as caught:
             dist.PrefixStore("prefix", store).add("a", 1)
