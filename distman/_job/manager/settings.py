@@ -19,13 +19,6 @@ from distman._torch_internals import shortest_timeout
 from distman.environments import LaunchEnvironment, detect, misspelt_variables, read_flag
 from distman.topology import is_whole_number
 
-# Variables of the environment, with the seconds that hold without them.
-_TIMEOUT = ("DISTMAN_TIMEOUT", timing.TIMEOUT)
-_RENDEZVOUS_TIMEOUT = ("DISTMAN_RENDEZVOUS_TIMEOUT", timing.RENDEZVOUS_TIMEOUT)
-_SILENCE_TIMEOUT = ("DISTMAN_SILENCE_TIMEOUT", timing.SILENCE_TIMEOUT)
-_HANG_TIMEOUT = ("DISTMAN_HANG_TIMEOUT", timing.HANG_TIMEOUT)
-_FAILURE_GRACE = ("DISTMAN_FAILURE_GRACE", timing.FAILURE_GRACE)
-_TO_COME = timing.FAILURE_GRACE_NATIVE / timing.FAILURE_GRACE
 _WATCH = "DISTMAN_WATCH"
 _FIND_UNUSED = "DDP_FIND_UNUSED_PARAMETERS"
 
@@ -40,11 +33,10 @@ def limits(
     rendezvous_timeout: float | datetime.timedelta | None,
     adopted: dist.ProcessGroup | None,
 ) -> Limits:
-    variable, default = _TIMEOUT
-    default = (shortest_timeout(adopted) if adopted is not None else None) or default
+    default = (shortest_timeout(adopted) if adopted is not None else None) or timing.TIMEOUT
     return Limits(
-        _seconds_of(variable, default) if timeout is None else check_seconds("timeout", timeout),
-        _seconds_of(*_RENDEZVOUS_TIMEOUT)
+        _seconds_of("DISTMAN_TIMEOUT", default) if timeout is None else check_seconds("timeout", timeout),
+        _seconds_of("DISTMAN_RENDEZVOUS_TIMEOUT", timing.RENDEZVOUS_TIMEOUT)
         if rendezvous_timeout is None
         else check_seconds("rendezvous_timeout", rendezvous_timeout),
     )
@@ -106,9 +98,11 @@ def _seconds_of(variable: str, default: float) -> float:
 def watch_limits() -> WatchLimits | None:
     if not read_flag(os.environ, _WATCH, default=True):
         return None
-    grace = _seconds_of(*_FAILURE_GRACE)
-    patience = Patience(to_handle=grace, to_come=_TO_COME * grace)
-    return WatchLimits(_seconds_of(*_SILENCE_TIMEOUT), _seconds_of(*_HANG_TIMEOUT), patience)
+    grace = _seconds_of("DISTMAN_FAILURE_GRACE", timing.FAILURE_GRACE)
+    to_come = timing.FAILURE_GRACE_NATIVE / timing.FAILURE_GRACE * grace
+    silence = _seconds_of("DISTMAN_SILENCE_TIMEOUT", timing.SILENCE_TIMEOUT)
+    hang = _seconds_of("DISTMAN_HANG_TIMEOUT", timing.HANG_TIMEOUT)
+    return WatchLimits(silence, hang, Patience(to_handle=grace, to_come=to_come))
 
 
 def warn_of_misspelt(rank: int) -> None:
