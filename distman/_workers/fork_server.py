@@ -28,7 +28,6 @@ from distman._workers.sockets import receive_with_descriptors
 
 # What a worker calls with its settings and its file descriptors; the first of these is for its stacks.
 Work = Callable[[dict[str, Any], Sequence[int]], None]
-Entry = Callable[..., AbstractContextManager[Work]]
 
 NUMBER = struct.Struct("<q")  # a process id, or an exit code
 SHOW_STACKS = b"show stacks"
@@ -36,14 +35,6 @@ SHOW_STACKS = b"show stacks"
 STACK_SIGNAL = int(signal.SIGRTMAX) - 2
 _REQUEST_BYTES = 4096  # settings are a handful of numbers and names
 _MOST_DESCRIPTORS = 8
-
-
-def serve_requests(control: int, supervisor: int, work: Work) -> None:
-    """Fork a worker for every request until the program closes the control socket or the supervisor is gone."""
-    # The workers and what they started are left to the caller.
-    gc.freeze()  # a collection in a worker would write to, and so copy, every page that it shares with the server
-    with socket.socket(fileno=control) as connection:
-        _ForkServer(connection, work).serve(supervisor)
 
 
 class _ForkServer:
@@ -57,6 +48,8 @@ class _ForkServer:
         self._selector = selectors.DefaultSelector()
 
     def serve(self, supervisor: int) -> None:
+        """Fork a worker for every request until the program closes the control socket or the supervisor is gone."""
+        gc.freeze()  # a collection in a worker would write to, and so copy, every page that it shares with the server
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._control, selectors.EVENT_READ)
@@ -89,8 +82,12 @@ class _ForkServer:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            os.close(life)
-            self._become_worker(json.loads(request), others, server)
+            with whole_process():
+                os.close(life)
+                os.setpgid(0, 0)
+                if end_with_parent(signal.SIGKILL, server):
+                    self._shed()
+                    self._work(json.loads(request), others)
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or done it itself
             os.setpgid(pid, pid)
         for descriptor in others:
@@ -99,13 +96,6 @@ class _ForkServer:
         self._selector.register(life, selectors.EVENT_READ, pid)
         self._tell(pid, pid)
         return True
-
-    def _become_worker(self, settings: dict[str, Any], descriptors: Sequence[int], server: int) -> None:
-        with whole_process():
-            os.setpgid(0, 0)
-            if end_with_parent(signal.SIGKILL, server):
-                self._shed()
-                self._work(settings, descriptors)
 
     def _shed(self) -> None:
         """Close and reset in a new worker what belongs to the server."""
@@ -166,29 +156,26 @@ def main(control: int, program: int, entry: str, options: Sequence[object]) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     module, _, name = entry.partition(":")
-    prepare: Entry = getattr(importlib.import_module(module), name)
+    prepare: Callable[..., AbstractContextManager[Work]] = getattr(importlib.import_module(module), name)
     adopt_orphans()
     supervisor = os.getpid()
     server = os.fork()
     if server == 0:
-        _become_server(control, supervisor, prepare, options)
+        with whole_process():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            adopt_orphans()
+            with prepare(*options) as work:
+                try:
+                    with socket.socket(fileno=control) as connection:
+                        _ForkServer(connection, work).serve(supervisor)
+                finally:
+                    end_descendants()
     os.close(control)
     while (is_running := _is_running(server)) and os.getppid() == program:
         signal.sigtimedwait({signal.SIGCHLD}, timing.WORKER_POLL)
     if is_running:  # the server too notices that the program is gone, and removes what it has made
         signal.sigtimedwait({signal.SIGCHLD}, timing.SERVER_END)
     end_descendants()
-
-
-def _become_server(control: int, supervisor: int, prepare: Entry, options: Sequence[object]) -> None:
-    with whole_process():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        adopt_orphans()
-        with prepare(*options) as work:
-            try:
-                serve_requests(control, supervisor, work)
-            finally:
-                end_descendants()
 
 
 def _is_running(server: int) -> bool:

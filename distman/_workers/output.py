@@ -38,11 +38,10 @@ def flush_output() -> None:
     _LIBC.fflush(None)
 
 
-def exit_code_of(error: SystemExit) -> int:
+def exit_code_of(error: BaseException | None) -> int:
     """Return the exit code of a process in which nobody catches this error."""
-    if error.code is None:
-        return 0
-    return error.code & 0xFF if isinstance(error.code, int) else 1
+    code = error.code if isinstance(error, SystemExit) else error
+    return code & 0xFF if isinstance(code, int) else int(code is not None)
 
 
 @contextlib.contextmanager
@@ -57,31 +56,27 @@ def only_this_process() -> Iterator[None]:
         raise
     finally:
         if os.getpid() != pid:
-            _end_copy(error)
-
-
-def _end_copy(error: BaseException | None) -> NoReturn:
-    exit_code = 0
-    if isinstance(error, SystemExit):
-        exit_code = exit_code_of(error)
-    elif error is not None:
-        traceback.print_exception(error)
-        exit_code = 1
-    flush_output()
-    os._exit(exit_code)
+            _end(error)
 
 
 @contextlib.contextmanager
 def whole_process() -> Iterator[None]:
-    """End this process after a ``with`` block: with exit code 0, or after an error, which is printed, with 1."""
-    exit_code = 1
+    """End this process after a ``with`` block, as an interpreter ends after its program."""
+    error: BaseException | None = None
     try:
         yield
-        exit_code = 0
+    except BaseException as raised:  # noqa: BLE001 - nobody above would see it
+        error = raised
     finally:
-        if exit_code:
-            traceback.print_exc()
-        os._exit(exit_code)
+        _end(error)
+
+
+def _end(error: BaseException | None) -> NoReturn:
+    """End this process at once, with the output and the exit code that an interpreter would have after this error."""
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    flush_output()
+    os._exit(exit_code_of(error))
 
 
 def describe_exit(exit_code: int | None) -> str:

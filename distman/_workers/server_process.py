@@ -36,14 +36,32 @@ class WorkerStartError(RuntimeError):
 
 
 class ServerProcess:
-    """The supervisor and its fork server."""
+    """The supervisor and its fork server, started in a new interpreter."""
 
+    # ``entry`` is explained in the package's docstring; it takes ``options``, which JSON must be able to hold.
+    # ``output`` takes what supervisor, server and workers write, and is closed with the server; None is where the
+    # program writes.
     def __init__(
-        self, control: socket.socket, supervisor: subprocess.Popen[bytes], output: IO[bytes] | None = None
+        self,
+        entry: str,
+        options: Sequence[object] = (),
+        *,
+        environ: Mapping[str, str] | None = None,
+        output: IO[bytes] | None = None,
     ) -> None:
-        self.control = control  # for the server's requests
-        self.supervisor = supervisor
-        self._output = output  # has what the two write; None if they write where the program does
+        self.control, theirs = socket_pair()  # for the server's requests
+        self._output = output
+        arguments = json.dumps([theirs.fileno(), os.getpid(), entry, options])
+        with theirs:
+            self.supervisor = subprocess.Popen(
+                [sys.executable, *own_options(), *program(_PROGRAM), arguments],
+                env=environment(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
 
     @property
     def has_ended(self) -> bool:
@@ -64,32 +82,6 @@ class ServerProcess:
         self.supervisor.wait()
         if self._output is not None:
             self._output.close()
-
-
-def spawn_server(
-    entry: str,
-    options: Sequence[object] = (),
-    *,
-    environ: Mapping[str, str] | None = None,
-    output: IO[bytes] | None = None,
-) -> ServerProcess:
-    """Start supervisor and server in a new interpreter."""
-    # ``entry`` is explained in the package's docstring; it takes ``options``, which JSON must be able to hold.
-    # ``output`` takes what supervisor, server and workers write, and is closed with the server; None is where the
-    # program writes.
-    control, theirs = socket_pair()
-    arguments = json.dumps([theirs.fileno(), os.getpid(), entry, options])
-    with theirs:
-        supervisor = subprocess.Popen(
-            [sys.executable, *own_options(), *program(_PROGRAM), arguments],
-            env=environment(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-    return ServerProcess(control, supervisor, output)
 
 
 class ResidentServer:

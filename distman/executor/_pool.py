@@ -19,7 +19,7 @@ import torch
 from distman._base import timing
 from distman._base.text import printable, printable_lines
 from distman._workers.output import describe_exit
-from distman._workers.server_process import ResidentServer, ServerProcess, WorkerProcess, WorkerStartError, spawn_server
+from distman._workers.server_process import ResidentServer, ServerProcess, WorkerProcess, WorkerStartError
 from distman._workers.sockets import is_readable, socket_pair
 from distman.errors import WorkerDiedError, WorkerError
 from distman.executor._payload import Kind, Payload, pack, receive, send
@@ -31,7 +31,7 @@ class DevicePool:
 
     def __init__(self, devices: Sequence[torch.device], timeout: float | None, initializer: Task | None) -> None:
         self.pid = os.getpid()
-        self.server = ResidentServer(partial(spawn_server, ENTRY))
+        self.server = ResidentServer(partial(ServerProcess, ENTRY))
         self._devices = devices
         self._timeout = timeout
         self._initializer = initializer

@@ -17,7 +17,7 @@ from typing import IO, cast
 
 from distman._base import timing
 from distman._workers.output import append_only, describe_exit, read_output
-from distman._workers.server_process import ResidentServer, ServerProcess, WorkerProcess, WorkerStartError, spawn_server
+from distman._workers.server_process import ResidentServer, ServerProcess, WorkerProcess, WorkerStartError
 from distman.testing._environments import server_environ
 from distman.testing._messages import RankReport, RankStatus, RankTask, Signal
 from distman.testing._report import readable_stacks
@@ -79,7 +79,7 @@ class RankPool:
         self._remove_stores()
         self._stores = Path(tempfile.mkdtemp(prefix="distman-testing-"))
         options = [str(self._stores), self._verbosity]
-        return spawn_server(_ENTRY, options, environ=server_environ(), output=_open_log())
+        return ServerProcess(_ENTRY, options, environ=server_environ(), output=_open_log())
 
     def _remove_stores(self) -> None:
         if self._stores is not None:

@@ -35,12 +35,12 @@ if folder := os.environ["FOLDER"]:
     os.chdir(folder)
 import distman
 from distman._store.process import listen_on_this_host, start_store
-from distman._workers.server_process import spawn_server
+from distman._workers.server_process import ServerProcess
 from distman._workers.server_process import WorkerProcess
 
 expected = mine.state()
 assert distman.run(mine.state, n=1) == [expected]
-server = spawn_server("mine:prepare", [expected])
+server = ServerProcess("mine:prepare", [expected])
 WorkerProcess(server, {}).close()
 server.close()
 store = start_store(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distman._base import timing
-from distman._workers.server_process import WorkerProcess, spawn_server
+from distman._workers.server_process import ServerProcess, WorkerProcess
 from distman.testing import _rank_pool
 from distman.testing._rank_pool import RankProcess
 
@@ -165,7 +165,7 @@ def test_ordinary_tests_load_and_start_nothing(project):
 
 @pytest.fixture
 def server(tmp_path):
-    server = spawn_server("distman.testing._rank_loop:prepare", [str(tmp_path / "stores"), 0])
+    server = ServerProcess("distman.testing._rank_loop:prepare", [str(tmp_path / "stores"), 0])
     yield server
     server.close()
 
