@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from types import CodeType, ModuleType
 from typing import Any
@@ -15,6 +16,12 @@ class ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
 
     # cloudpickle itself takes a module of a class of its own, such as ``torch.backends.cudnn``, for a mere object, and
     # fails; and from 3.1.3 on it replaces the name of the file, which messages and tracebacks show.
+
+    @classmethod
+    def dumps(cls, value: object, **options: Any) -> bytes:
+        file = io.BytesIO()
+        cls(file, **options).dump(value)
+        return file.getvalue()
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and obj is sys.modules.get(obj.__name__):

@@ -7,7 +7,6 @@ file system.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import pickle
 import socket
@@ -127,9 +126,8 @@ def pack(value: object) -> Payload:
         buffers.append(raw)
         return False
 
-    file = io.BytesIO()
-    StoragePickler(file, protocol=5, buffer_callback=is_in_stream).dump(value)
-    return Payload(file.getvalue(), tuple(buffers))
+    stream = StoragePickler.dumps(value, protocol=5, buffer_callback=is_in_stream)
+    return Payload(stream, tuple(buffers))
 
 
 def _aligned(size: int) -> int:

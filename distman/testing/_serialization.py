@@ -6,7 +6,6 @@ Of their globals only those are sent that the function uses, directly or through
 
 from __future__ import annotations
 
-import io
 import pickle
 import re
 import warnings
@@ -61,7 +60,7 @@ def pack(
             )
     with _by_value(modules):
         try:
-            return _dump(Call(function, dict(arguments), tuple(parameters), _current_filters()))
+            return _TestPickler.dumps(Call(function, dict(arguments), tuple(parameters), _current_filters()))
         except _PROBLEMS as error:
             raise UnpicklableError(_name_culprit(function, arguments, error)) from error
 
@@ -91,12 +90,6 @@ def _as_pattern(part: str | re.Pattern[str] | None) -> str:
     return rf"{re.escape(part)}\Z" if isinstance(part, str) else part.pattern
 
 
-def _dump(value: object) -> bytes:
-    buffer = io.BytesIO()
-    _TestPickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
 def _name_culprit(function: object, arguments: Mapping[str, object], error: Exception) -> str:
     for name, value in arguments.items():
         problem = _problem_of(value)
@@ -114,7 +107,7 @@ def _name_culprit(function: object, arguments: Mapping[str, object], error: Exce
 
 def _problem_of(value: object) -> Exception | None:
     try:
-        _dump(value)
+        _TestPickler.dumps(value)
     except _PROBLEMS as error:
         return error
     return None
