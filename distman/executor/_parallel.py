@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -253,12 +252,7 @@ class ParallelExecutor(Executor):
         self.shutdown(wait=False, cancel_futures=True)
         self._pool.terminate()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> Literal[False]:
+    def __exit__(self, exc_type: object, exc_val: BaseException | None, exc_tb: object) -> Literal[False]:
         """Shut down. After Ctrl-C or ``sys.exit`` nothing is waited for: what runs is ended."""
         if exc_val is not None and not isinstance(exc_val, Exception):
             self._terminate()

@@ -11,22 +11,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from distman.testing._environments import fake_environment
-    from distman.testing._faults import kill_rank
-    from distman.testing._marks import ranks
+    from distman.testing._marks import kill_rank, ranks
 
 __all__ = ["fake_environment", "kill_rank", "ranks"]
 
-_HOMES = {
-    "fake_environment": "distman.testing._environments",
-    "kill_rank": "distman.testing._faults",
-    "ranks": "distman.testing._marks",
-}
-
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    home = "_environments" if name == "fake_environment" else "_marks"
+    return getattr(import_module(f"distman.testing.{home}"), name)
 
 
 def __dir__() -> list[str]:

@@ -54,20 +54,15 @@ def _set_handlers(before: dict[int, Any]) -> None:
             signal.signal(number, handler)
 
 
-def _loggers() -> dict[str, logging.Logger]:
-    known = logging.getLogger().manager.loggerDict
-    return {"": logging.getLogger()} | {name: one for name, one in known.items() if isinstance(one, logging.Logger)}
+def _levels() -> dict[logging.Logger, int]:
+    known = logging.getLogger().manager.loggerDict.values()
+    return {one: one.level for one in (logging.getLogger(), *known) if isinstance(one, logging.Logger)}
 
 
-def _levels() -> dict[str, int]:
-    return {name: logger.level for name, logger in _loggers().items()}
-
-
-def _set_levels(before: dict[str, int]) -> None:
-    for name, logger in _loggers().items():
-        level = before.get(name, logging.NOTSET)
-        if logger.level != level:  # to set it makes all loggers forget what they have worked out
-            logger.setLevel(level)
+def _set_levels(before: dict[logging.Logger, int]) -> None:
+    for logger, level in _levels().items():
+        if level != before.get(logger, logging.NOTSET):  # to set it makes all loggers forget what they have worked out
+            logger.setLevel(before.get(logger, logging.NOTSET))
 
 
 def _set_log_handlers(before: list[logging.Handler]) -> None:
