@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -178,11 +177,6 @@ class WorkerProcess:
         """Have it ended, with the processes that it started."""
         with contextlib.suppress(OSError):  # it has ended already
             self.life.shutdown(socket.SHUT_WR)
-
-    def kill_here(self) -> None:
-        """Kill it and what is in its process group without its server, which has not done it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Close this side's ends, which ends the worker; a second call does nothing."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
+import queue
 import sys
 import threading
 import weakref
@@ -93,6 +93,9 @@ class ParallelExecutor(Executor):
         first = self._task(self._initializer, self._initargs, {}) if self._initializer is not None else None
         self._pool = DevicePool(self.devices, self._timeout, first)
         self._threads: ThreadPoolExecutor | None = None
+        self._free: queue.LifoQueue[int] = queue.LifoQueue()  # the last one first: what is not needed does not start
+        for index in reversed(range(len(self.devices))):
+            self._free.put(index)
         self._changed = threading.Condition()
         self._num_calls = 0
         weakref.finalize(self, self._pool.close)
@@ -173,20 +176,19 @@ class ParallelExecutor(Executor):
         return Task(function, args, kwargs, place)
 
     def _call_here(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._pool.call(self._task(function, args, kwargs), [self._place.index])[0]
+        index = self._free.get()
+        try:
+            return self._pool.call(self._task(function, args, kwargs), [index])[0]
+        finally:
+            self._free.put(index)
 
     def _open_threads(self) -> ThreadPoolExecutor:
-        """Return a thread for each worker; each knows the place of its own."""
+        """Return a thread for each worker."""
         with self._changed:
             if self._threads is None:
                 self._pool.server.open()  # while this program has perhaps a single thread
-                place, places = threading.local(), itertools.count()
                 _with_threads.add(self)
-                # The threads hold their initializer, which must not hold this executor: they end when it is gone.
-                self._threads = ThreadPoolExecutor(
-                    len(self.devices), "ParallelExecutor", lambda: setattr(place, "index", next(places))
-                )
-                self._place = place
+                self._threads = ThreadPoolExecutor(len(self.devices), "ParallelExecutor")
             return self._threads
 
     def _begin(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -287,5 +288,7 @@ class TestRun:
     def _await_deaths(self, ranks: Iterable[int]) -> None:
         deadline = time.monotonic() + timing.WORKER_END
         for rank in ranks:
-            if not self._workers[rank].has_ended(max(0.0, deadline - time.monotonic())):
-                self._workers[rank].kill_here()
+            worker = self._workers[rank]
+            if not worker.has_ended(max(0.0, deadline - time.monotonic())):
+                with contextlib.suppress(ProcessLookupError):  # its server has not done it
+                    os.killpg(worker.pid, signal.SIGKILL)
