@@ -10,16 +10,27 @@ import pytest
 from distman.executor import ParallelExecutor
 
 from ..launch.preloaded import PYTHON, server_variables
+from ..workers.preloaded import fork_servers
 
 REPOSITORY = str(Path(__file__).parents[2])
 
 
 @pytest.fixture(scope="package", autouse=True)
-def importable():
-    """Let workers that were started afresh import the functions of the tests, however pytest was started."""
+def servers():
+    """Let workers import the functions of the tests, however pytest was started, and their servers be forks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(REPOSITORY)
-        yield
+        fork_servers(patch)
+        yield patch
+
+
+@pytest.fixture
+def fresh_servers(servers):
+    """Let servers be new interpreters."""
+    servers.undo()
+    yield
+    servers.syspath_prepend(REPOSITORY)
+    fork_servers(servers)
 
 
 @pytest.fixture(scope="package")

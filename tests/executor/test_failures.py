@@ -16,6 +16,8 @@ import torch
 from distman import ParallelExecutor, WorkerDiedError, WorkerError
 from distman._base.text import printable_lines
 
+from ..workers.preloaded import FORK_SERVERS
+
 
 class TwoArgumentsError(Exception):
     def __init__(self, code, reason):
@@ -164,7 +166,7 @@ def test_errors_that_a_program_defines_itself_can_be_caught(run_program):
     run_program(OWN_ERROR)
 
 
-OWN_ERROR = """
+OWN_ERROR = f"""{FORK_SERVERS}
 from distman import ParallelExecutor
 
 class OwnError(Exception):
@@ -262,6 +264,7 @@ def test_the_time_limit():
         assert executor.run(lambda device: os.getpid())[1] == second
 
 
+@pytest.mark.usefixtures("fresh_servers")
 def test_the_start_of_a_worker_does_not_count(tmp_path, monkeypatch):
     # In each new interpreter:
     is_read = tmp_path / "is read"

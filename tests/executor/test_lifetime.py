@@ -11,18 +11,24 @@ import pytest
 
 from ..launch.preloaded import PYTHON, server_variables
 from ..launch.processes import private_shared_memory
+from ..workers.preloaded import FORK_SERVERS
 
 BUSY = """
-import os, subprocess, sys, threading, time
+import os, subprocess, sys, time
 from pathlib import Path
 from distman import ParallelExecutor, WorkerError
 
 def work(device, folder):
     subprocess.Popen(["sleep", "300"])
     subprocess.Popen(["sleep", "300"], start_new_session=True)
-    inner = ParallelExecutor(devices=["cpu"])
-    inner.run(lambda device: None)
-    Path(folder, f"busy-{id(inner)}-{threading.get_native_id()}").touch()
+    try:
+        Path(folder, "nested").touch(exist_ok=False)
+    except FileExistsError:
+        pass
+    else:
+        inner = ParallelExecutor(devices=["cpu"])
+        inner.run(lambda device: None)
+    Path(folder, f"busy-{os.getpid()}").touch()
     time.sleep(300)
 
 print(os.getpid(), flush=True)
@@ -33,14 +39,13 @@ with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
             executor.run(work, folder)
         except WorkerError as error:
             assert "was killed with its server" in str(error)
-    assert executor.run(lambda device: 5) == [5, 5]
-    time.sleep(300)
 """
 LEAKS = """
 import gc, os, signal, sys, threading
 from pathlib import Path
 import torch, multiprocessing
 from distman import ParallelExecutor, WorkerError
+from distman._workers import server_process
 
 def state():
     gc.collect()
@@ -70,6 +75,8 @@ def use(**options):
     assert all(future.result() == 1 for future in pending)
     assert results[1].sum() == 300_000
 
+own = server_process.sys, server_process._PROGRAM
+{FORK_SERVERS}
 before = state()
 dropped = ParallelExecutor(devices=["cpu"])
 dropped.run(lambda device: None)
@@ -108,11 +115,12 @@ use()
 assert state() == before, (before, state())
 stop.set()
 
+server_process.sys, server_process._PROGRAM = own
 kept = ParallelExecutor(devices=["cpu"])
 kept.run(lambda device: None)
-print("done", kept._pool.server.process.supervisor.pid)
-"""
-LATE = """
+print("done")
+""".replace("{FORK_SERVERS}", FORK_SERVERS)
+LATE = f"""{FORK_SERVERS}
 import sys, time
 from distman import ParallelExecutor
 
@@ -127,7 +135,7 @@ with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
     else:
         executor.submit(work)
 """
-SUBMITTED = """
+SUBMITTED = f"""{FORK_SERVERS}
 import time
 from concurrent.futures import wait
 from distman import ParallelExecutor
@@ -138,7 +146,7 @@ futures = [executor.submit(lambda device: time.sleep(300)) for _ in range(3)]
 print("busy", flush=True)
 wait(futures)
 """
-INTERACTIVE = """
+INTERACTIVE = f"""{FORK_SERVERS}
 import sys, time
 from distman import ParallelExecutor
 
@@ -148,7 +156,7 @@ futures = [executor.submit(lambda device, n: n, n) for n in range(3)]
 for future in futures:
     future.add_done_callback(lambda one: print("cancelled" if one.cancelled() else one.result(), flush=True))
 """
-FORKED = """
+FORKED = f"""{FORK_SERVERS}
 import os
 from distman import ParallelExecutor
 
@@ -240,7 +248,7 @@ def wait_until_busy(mark):
     """Return a function that waits for the workers' children and returns the two processes above the workers."""
 
     def wait_until_busy(pid, folder):
-        wait_until(lambda: len(list(folder.iterdir())) == 2, 60)
+        wait_until(lambda: len(list(folder.glob("busy-*"))) == 2, 60)
         assert sum("sleep 300" in command for command in living(mark)) == 4
         (supervisor,) = children(pid)
         (server,) = children(supervisor)
@@ -249,26 +257,26 @@ def wait_until_busy(mark):
     return wait_until_busy
 
 
-@pytest.mark.parametrize("others", [[], ["supervisor"], ["server"]])
-def test_nothing_outlives_a_killed_program(start_busy, wait_until_busy, mark, others):
+@pytest.mark.parametrize("other", ["supervisor", "server"])
+def test_nothing_outlives_a_program_that_is_killed_with_another(start_busy, wait_until_busy, mark, other):
     program, pid, (folder,) = start_busy()
     pids = wait_until_busy(pid, folder)
     os.kill(pid, signal.SIGKILL)
-    for other in others:
-        os.kill(pids[other], signal.SIGKILL)
+    os.kill(pids[other], signal.SIGKILL)
     wait_until(lambda: not living(mark), 5)
     assert program.communicate()[1] == ""
 
 
-def test_what_workers_started_does_not_outlive_server_or_supervisor(start_busy, wait_until_busy, mark):
-    _, pid, folders = start_busy(2)
+def test_what_workers_started_outlives_neither_server_nor_supervisor_nor_program(start_busy, wait_until_busy, mark):
+    program, pid, (*folders, last) = start_busy(3)
     for victim, folder in zip(("supervisor", "server"), folders, strict=True):
         pids = wait_until_busy(pid, folder)
         os.kill(pids[victim], signal.SIGKILL)
         wait_until(lambda pids=pids: children(pid) not in ([], [pids["supervisor"]]), 5)
-    # the program and what has started it, and a new supervisor and server with two workers
-    wait_until(lambda: len(living(mark)) == 6, 60)
-    assert not any("sleep 300" in command for command in living(mark))
+    wait_until_busy(pid, last)  # and nothing of those before is there
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not living(mark), 5)
+    assert program.communicate()[1] == ""
 
 
 @pytest.mark.parametrize("place", ["run", "future", "shutdown"])
@@ -310,7 +318,7 @@ def test_an_earlier_ctrl_c_in_a_session_does_not_end_what_was_submitted(start):
 
 def test_nothing_is_left_or_changed_after_shutdown(start, mark):
     output, errors = start(LEAKS).communicate(timeout=100)
-    assert (output.split()[0], errors) == ("done", "")
+    assert (output, errors) == ("done\n", "")
     wait_until(lambda: not living(mark), 5)
 
 

@@ -9,8 +9,9 @@ from distman import ParallelExecutor, WorkerError
 from distman._workers import server_process
 
 from ..notebooks import outputs_of_cells
+from ..workers.preloaded import FORK_SERVERS
 
-PROMPT = '''
+PROMPT = f'''{FORK_SERVERS}
 import os
 import torch
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ assert np.allclose(compute()[0], expected, rtol=1e-12)
 executor.shutdown()
 """
 CELLS = [
-    "import os\nfrom distman import ParallelExecutor, WorkerError\nfactor = 3",
+    f"{FORK_SERVERS}import os\nfrom distman import ParallelExecutor, WorkerError\nfactor = 3",
     "executor = ParallelExecutor(devices=['cpu', 'cpu'])\nexecutor.run(lambda device, x: x * factor, 2)",
     "factor = 5\nexecutor.run(lambda device, x: x * factor, 2)",
     "try:\n    executor.run(lambda device: os._exit(3))\nexcept WorkerError as error:\n    code = error.exit_code",
