@@ -4,12 +4,25 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from ..launch.preloaded import PYTHON, server_variables
+from ..workers.preloaded import FORK_SERVERS
+
 LIMIT = 100
+WITH_FORKS = f"""
+import pytest
+
+class Forks:
+    def pytest_sessionstart(self):  # pytest rewrites what nobody has imported before
+        {textwrap.indent(FORK_SERVERS, " " * 8).strip()}
+
+raise SystemExit(pytest.main(plugins=[Forks()]))
+"""
 # Under these, pytest repeats whole error messages in its summary.
 CI_VARIABLES = ("CI", "BUILD_NUMBER")
 
@@ -40,8 +53,8 @@ class Project:
 
     folder: Path
 
-    def command(self, *arguments):
-        return [sys.executable, "-m", "pytest", *arguments]
+    def command(self, *arguments, is_fresh=True):
+        return [*([sys.executable, "-m", "pytest"] if is_fresh else [PYTHON, "-c", WITH_FORKS]), *arguments]
 
     def environ(self, **variables):
         clean = {
@@ -49,7 +62,7 @@ class Project:
             for name, value in os.environ.items()
             if not name.startswith("PYTEST_") and name not in CI_VARIABLES
         }
-        return {**clean, "COLUMNS": "160", **variables}
+        return {**clean, **server_variables(), "COLUMNS": "160", **variables}
 
     def write(self, source, name="test_it.py"):
         (self.folder / "pytest.ini").write_text(
@@ -57,9 +70,10 @@ class Project:
         )
         (self.folder / name).write_text(source)
 
-    def run(self, *arguments, **variables):
+    def run(self, *arguments, is_fresh=False, **variables):
+        """Run pytest; its workers are forks of the preloaded interpreter unless their server is to be fresh."""
         done = subprocess.run(
-            self.command(*arguments),
+            self.command(*arguments, is_fresh=is_fresh),
             cwd=self.folder,
             env=self.environ(**variables),
             stdin=subprocess.DEVNULL,

@@ -143,7 +143,7 @@ def test_ctrl_c_ends_all_at_once(busy, mark, tmp_path):
 
 def test_workers_stay_are_more_when_needed_and_survive_their_server(project, mark, tmp_path):
     project.write(GOOD)
-    run = project.run("-q", TEST_DISTMAN_MARK=mark, TMPDIR=str(tmp_path))
+    run = project.run("-q", is_fresh=True, TEST_DISTMAN_MARK=mark, TMPDIR=str(tmp_path))
     assert run.counts() == {"passed": 5}, run.output
     assert not living(mark)
     assert not list(tmp_path.iterdir())
@@ -152,14 +152,16 @@ def test_workers_stay_are_more_when_needed_and_survive_their_server(project, mar
 def test_workers_that_cannot_start_are_reported_once_per_test(project, tmp_path):
     project.write(BROKEN)
     (tmp_path / "torch.py").write_text("raise SystemError('this torch is broken')")
-    run = project.run("-q", PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    run = project.run(
+        "-q", is_fresh=True, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
     assert run.counts() == {"failed": 2}, run.output
     assert run.output.count("this torch is broken") == 4
 
 
 def test_ordinary_tests_load_and_start_nothing(project):
     project.write(TORCHLESS)
-    run = project.run("-q")
+    run = project.run("-q", is_fresh=True)
     assert run.counts() == {"passed": 1}, run.output
 
 

@@ -169,7 +169,7 @@ def test_never_described(rank):
 @pytest.fixture(scope="module")
 def failing(project):
     project.write(FAILING)
-    return project.run("-v")
+    return project.run("-v", is_fresh=True)
 
 
 def test_only_the_last_one_passes(failing):
