@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import BrokenExecutor
 from typing import Any
 
-from distman._base.text import printable, printable_lines
+from distman._base.text import listed, printable, printable_lines
 
 __all__ = [
     "BarrierTimeoutError",
@@ -305,12 +305,11 @@ class DivergenceError(DistmanError):
             "step": step,
             "is_majority": is_majority,
         }
-        shown = ", ".join(tensors[:_SHOWN]) + (f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else "")
         odd = " and ".join(places) + (f" and {len(ranks) - len(places)} more" if len(ranks) > len(places) else "")
         where = f"{odd} differ{'s' * (len(ranks) == 1)} from the others" if is_majority else f"{odd} differ"
         super().__init__(
-            f"replicas must hold the same numbers{'' if step is None else f' in step {step}'}, but {where} in {shown}. "
-            "Resume from a checkpoint, and run `distman check --quick` on these hosts."
+            f"replicas must hold the same numbers{'' if step is None else f' in step {step}'}, but {where} in "
+            f"{listed(tensors, _SHOWN)}. Resume from a checkpoint, and run `distman check --quick` on these hosts."
         )
 
     def __reduce__(self) -> tuple[object, ...]:

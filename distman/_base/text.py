@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 _INDENT = "  "
@@ -29,6 +30,13 @@ def printable_lines(text: str, indent: str = _INDENT) -> str:
 
 Line = Annotated[str, printable]
 """A field of a message that is shown on a line: it is printable as soon as the message is decoded."""
+
+
+def listed(texts: Iterable[str], most: int, separator: str = ", ") -> str:
+    """Return the first of some texts, and how many more there are."""
+    every = list(texts)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return separator.join(every[:most]) + more
 
 
 def shortened(text: str, limit: int) -> str:

@@ -15,7 +15,7 @@ from distman._base.text import printable
 if TYPE_CHECKING:
     from distman._cli.timing import Measurement
 
-_MAX_NAMED = 8  # in a sentence
+MAX_NAMED = 8  # ranks in a sentence
 _COLUMNS = ("operation", "size", "rounds", "time", "algorithm bandwidth", "bus bandwidth")
 _SIZE = re.compile(r"(\d+)\s*([kmg]?)i?b?", re.IGNORECASE)
 
@@ -37,12 +37,6 @@ def shorten_ranks(ranks: Sequence[int], most: int | None = None) -> str:
 def shown_ranks(ranks: Sequence[int]) -> str:
     """Return ranks in words, such as ``rank 3`` or ``ranks 0, 2-5``."""
     return f"rank{'s' * (len(ranks) > 1)} {shorten_ranks(sorted(ranks))}"
-
-
-def named(things: Sequence[str], separator: str = ", ") -> str:
-    """Return the first eight of some names, and how many more there are."""
-    more = [f"and {len(things) - _MAX_NAMED} more"] if len(things) > _MAX_NAMED else []
-    return separator.join([*things[:_MAX_NAMED], *more])
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> None:

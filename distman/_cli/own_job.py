@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from distman._cli.output import named
+from distman._base.text import listed
+from distman._cli.output import MAX_NAMED
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.messages import decode
@@ -93,7 +94,7 @@ def _who_stands_still(manager: DistributedManager, reason: str) -> str:
     places = watcher.locate(others) if watcher is not None else {}
     silent = {rank: place for rank, place in places.items() if place.startswith(NO_ANSWER)}
     shown = [f"{manager.roll_call[rank]}, {place}" for rank, place in (silent or places).items()]
-    where = named(shown, "; ")
+    where = listed(shown, MAX_NAMED, "; ")
     if silent:
         return f"no end on {where}. See what stopped it there."
     return f"{reason}. The others answer over the store: {where}. See the network between them." if where else reason

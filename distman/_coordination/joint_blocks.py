@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distman._base import timing
 from distman._base.log import logger
-from distman._base.text import printable
+from distman._base.text import listed, printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import count, read_numbers
@@ -81,8 +81,7 @@ class JointBlocks:
 
     def _fail(self, error: Exception, what: str, missing: Sequence[int]) -> None:
         """Let the job fail by this error, which some ranks do not have; all of them hear what to do."""
-        named = ", ".join(map(self._group.describe, missing[:_MAX_NAMED]))
-        named += f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+        named = listed(map(self._group.describe, missing), _MAX_NAMED)
         advice = (
             f"It has left {what} on this rank but not on {named}, so the job has failed. Handle it where it is raised, "
             "or raise it on all ranks."

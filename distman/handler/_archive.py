@@ -14,7 +14,7 @@ import torch
 
 from distman import checkpoint
 from distman._base.arguments import check_number, require
-from distman._base.text import printable
+from distman._base.text import listed, printable
 from distman._coordination.wait_scope import WaitScope, has_failed
 from distman._torch_internals import is_distributed_tensor
 from distman.checkpoint import CheckpointFolder, locate, map_state, model_state
@@ -359,9 +359,4 @@ def _shape(value: Any) -> object:
 
 
 def as_text(result: Mapping[str, Sequence[str]]) -> str:
-    parts = []
-    for what, names in result.items():
-        rest = len(names) - _MOST_SHOWN
-        shown = ", ".join(map(printable, names[:_MOST_SHOWN])) + (f" and {rest} more" if rest > 0 else "")
-        parts += [f"{what}: {shown}"] if names else []
-    return "; ".join(parts)
+    return "; ".join(f"{what}: {listed(map(printable, names), _MOST_SHOWN)}" for what, names in result.items() if names)

@@ -8,8 +8,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distman._base import timing
+from distman._base.text import listed
 from distman._cli.check.hosts import RankReport, facts_in, problems_in, warnings_in
-from distman._cli.output import named, show_seconds, shown_ranks
+from distman._cli.output import MAX_NAMED, show_seconds, shown_ranks
 
 if TYPE_CHECKING:
     from distman._cli.check.network import Link
@@ -52,7 +53,7 @@ class Findings:
 def problems(findings: Findings) -> list[str]:
     """Return a sentence for each thing that is wrong, for which the exit code is 1."""
     sentences = [
-        f"{name} must be exact, got other values on {named([str(findings.peers[rank]) for rank in ranks])}."
+        f"{name} must be exact, got other values on {listed((str(findings.peers[rank]) for rank in ranks), MAX_NAMED)}."
         for name, ranks in findings.wrong.items()
         if ranks
     ]

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from distman._base.text import Line
+from distman._base.text import Line, listed
 from distman._job.device import pick_index
 
 _MAX_LISTED = 16  # entries of a list in a message: two lines of a terminal
@@ -274,9 +274,7 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def _listed(texts: Iterable[str]) -> str:
-    every = list(texts)
-    more = f" and {len(every) - _MAX_LISTED} more" if len(every) > _MAX_LISTED else ""
-    return ", ".join(every[:_MAX_LISTED]) + more
+    return listed(texts, _MAX_LISTED)
 
 
 def _either(given: int | None, derived: int) -> int:

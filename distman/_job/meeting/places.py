@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from distman._base import timing
 from distman._base.log import logger
-from distman._base.text import printable
+from distman._base.text import listed, printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import Here
 from distman._job.meeting.address import (
@@ -131,7 +131,7 @@ class Endpoint(ABC):
             in_the_way |= others
             if others and not is_said and time.monotonic() - started > timing.FIND_QUIET:
                 is_said = True
-                logger.warning("waiting for %s at %s: %s", self.opener, self.url, listed(reasons))
+                logger.warning("waiting for %s at %s: %s", self.opener, self.url, _reasons(reasons))
             if time.monotonic() + pause > deadline:
                 raise RendezvousError(self._opener_missing(timeout, reasons | in_the_way))
             time.sleep(pause)
@@ -221,7 +221,7 @@ class Endpoint(ABC):
             ) from error
 
     def _opener_missing(self, timeout: float, reasons: Mapping[str, str]) -> str:
-        tried = f"Tried {listed(reasons)}. " if reasons else ""
+        tried = f"Tried {_reasons(reasons)}. " if reasons else ""
         return (
             f"{self.opener} must open the job's store at {self.url} within {timeout:g} s, got no answer from it "
             f"[{self.source}]. {tried}See whether {self.opener} started{self.alike}, runs on "
@@ -465,7 +465,5 @@ def explain(error: Exception) -> str:
     return text or type(error).__name__
 
 
-def listed(reasons: Mapping[str, str]) -> str:
-    every = [f"{place}: {reason}" for place, reason in reasons.items()]
-    more = [f"and {len(every) - _MOST_LISTED} more"] if len(every) > _MOST_LISTED else []
-    return "; ".join([*every[:_MOST_LISTED], *more])
+def _reasons(reasons: Mapping[str, str]) -> str:
+    return listed((f"{place}: {reason}" for place, reason in reasons.items()), _MOST_LISTED, "; ")

@@ -301,7 +301,7 @@ def test_the_names_of_others_move_no_cursor_and_fill_no_screen():
     text = str(caught.value)
     assert text.isprintable()
     assert "\\x1b[2J" in text
-    assert "; and 4 more." in text
+    assert " and 4 more." in text
 
 
 def test_where_the_system_hides_the_names_there_is_one(monkeypatch):
