@@ -6,6 +6,7 @@ import abc
 import hashlib
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -289,8 +290,10 @@ class ListedPartition(Partition):
 
     def orthogonal(self, within: Partition | None = None) -> ListedPartition:
         if within is not None:
-            parts = [[block for block in self.listed if block[0] in set(outer)] for outer in within.blocks()]
-            return ListedPartition(tuple(itertools.chain(*(_across(part) for part in parts))))
+            parts: defaultdict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
+            for block in self.listed:
+                parts[within.block_of(block[0])].append(block)
+            return ListedPartition(tuple(itertools.chain(*(_across(part) for part in parts.values()))))
         return ListedPartition(_across(self.listed))
 
 

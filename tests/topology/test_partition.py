@@ -167,6 +167,14 @@ def test_one_block_costs_itself_and_not_the_world():
     assert crossed.split(2).block_of(5) == (5, 5 + HUGE // 4)
 
 
+def test_a_world_of_many_hosts_is_listed_in_no_time():
+    """With work for each pair of blocks, this would take minutes."""
+    hosts = ListedPartition(tuple(tuple(range(first, first + 8)) for first in range(0, 2**17, 8)))
+    crossed = hosts.split(4).orthogonal(within=hosts)
+    assert crossed.num_blocks == 2**16
+    assert crossed.block_of(9) == (9, 13)
+
+
 def test_showing_a_partition_costs_what_is_shown_and_not_the_world():
     pairs = GridPartition.whole(2**16).split(2)
     tracemalloc.start()
