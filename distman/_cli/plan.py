@@ -36,10 +36,6 @@ _MAX_GRID_COLUMNS = 16
 _SHOWN_RUNS = 4  # runs of ranks in a line; a line of a terminal holds no more
 
 
-class _UsageError(ValueError):
-    """An argument is wrong: the exit code is 2."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "distman plan --world-size RANKS\n                    (--tree TREE | --mesh MESH) [options]"
     parser.description = (
@@ -50,10 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--tree", help='such as "world(data=16, model(spatial=8, channel=8))"')
     wanted.add_argument("--mesh", help="such as data=-1,model=4; one length may be -1")
-    parser.add_argument("--rank", type=int, default=0, help="show the groups that this rank is in (default 0)")
+    add_number(
+        parser, "--rank", least=0, default=0, metavar="RANK", help="show the groups that this rank is in (default 0)"
+    )
     add_number(parser, "--ranks-per-node", least=1, help="tell which groups cross nodes")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         layout = _read(arguments)
     except ValueError as error:
         print(f"distman plan: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (NotationError, _UsageError)) else 1
+        return 2 if isinstance(error, NotationError) else 1
     if arguments.json:
         print(json.dumps(_as_json(layout, arguments.rank)))
     else:
@@ -71,13 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> _Layout:
-    if arguments.world_size > _MAX_WORLD_SIZE:
-        raise _UsageError(f"--world-size must be at most {_MAX_WORLD_SIZE}, got {arguments.world_size}. Lower it.")
-    if not 0 <= arguments.rank < arguments.world_size:
-        raise _UsageError(
-            f"--rank must be at least 0 and below the world size {arguments.world_size}, got {arguments.rank}. "
-            "Choose a rank of this world."
-        )
+    size, rank = arguments.world_size, arguments.rank
+    if size > _MAX_WORLD_SIZE:
+        arguments.parser.error(f"--world-size must be at most {_MAX_WORLD_SIZE}, got {size}. Lower it.")
+    if rank >= size:
+        arguments.parser.error(f"--rank must be below the world size {size}, got {rank}. Choose a rank of this world.")
     if arguments.tree is not None:
         config = parse_tree(arguments.tree)
         plan = tree_plan(config, arguments.world_size)
