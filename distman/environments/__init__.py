@@ -13,6 +13,7 @@ from distman.environments._detect import (
     detect,
     explain,
     is_env_distributed,
+    misspelt_variables,
     should_use_distributed,
     spoken as spoken,
 )
@@ -29,7 +30,6 @@ from distman.environments._launcher import (
 )
 from distman.environments._launchers import BARE as BARE, DISTMAN_RUN as DISTMAN_RUN
 from distman.environments._registry import LAUNCHERS, register_launcher
-from distman.environments._spelling import misspelt_variables
 
 __all__ = [
     "LAUNCHERS",

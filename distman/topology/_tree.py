@@ -148,11 +148,9 @@ class ProcessGroupConfig:
 
         Local.
         """
-        waiting, found = self.children(self.root.name), []
-        while waiting:
-            node = waiting.pop(0)
-            found.append(node)
-            waiting += self.children(node.name)
+        found = self.children(self.root.name)
+        for node in found:
+            found += self.children(node.name)  # the loop comes to them, too
         return found
 
     def set_leaf_group_sizes(self, group_sizes: Mapping[str, int], update_parent_sizes: bool = True) -> None:

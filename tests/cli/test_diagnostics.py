@@ -7,7 +7,7 @@ import pytest
 
 from distman._cli.diagnostics import Host, diagnose
 from distman.environments import LAUNCHERS, detect
-from distman.environments._spelling import VARIABLES
+from distman.environments._detect import VARIABLES
 from distman.testing import fake_environment
 
 from ..environments.recordings import RECORDINGS, recorded

@@ -155,14 +155,10 @@ def _ends(errors: str) -> dict[int, str]:
 
 def _ended_first(rank: int, errors: str) -> bool:
     """Return whether srun saw a task end before it ended the others on its own account."""
-    first = _TASKS.search(errors)
-    cancelled = _CANCELLED.search(errors)
-    return (
-        first is not None
-        and cancelled is not None
-        and _numbers(first["tasks"]) == [rank]
-        and first.start() < cancelled.start()
-    )
+    first, cancelled = _TASKS.search(errors), _CANCELLED.search(errors)
+    if first is None or cancelled is None or first.start() > cancelled.start():
+        return False
+    return _numbers(first["tasks"]) == [rank]
 
 
 def _numbers(text: str) -> list[int]:
