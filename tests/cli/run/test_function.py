@@ -131,7 +131,6 @@ distman.run(wait, n=2)
 @pytest.mark.parametrize(
     ("number", "handler"),
     [
-        (signal.SIGTERM, ""),
         (signal.SIGKILL, ""),
         (signal.SIGINT, ""),
         (signal.SIGTERM, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))"),

@@ -80,6 +80,7 @@ def pid_in(text):
     return text.partition("pid ")[2].partition(",")[0]
 
 
+@pytest.mark.usefixtures("preloaded_ranks")
 def test_an_error_is_told_once_at_the_end_with_the_exit_code_of_the_guilty(script):
     path = script(
         """
@@ -106,6 +107,7 @@ def test_an_error_is_told_once_at_the_end_with_the_exit_code_of_the_guilty(scrip
     ]
 
 
+@pytest.mark.usefixtures("preloaded_ranks")
 def test_a_death_is_told(script):
     path = script(
         """
