@@ -1,6 +1,7 @@
 """What holds for every module of the package: its exports, their docstrings, and the map for contributors."""
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -59,6 +60,7 @@ def own(module_name):
     }
 
 
+@functools.cache
 def documented():
     """Every exported function and class, and the public methods of the classes, once: name and object."""
     found = {}

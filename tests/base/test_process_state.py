@@ -1,6 +1,7 @@
 """What the package changes in a process is declared, and put back by one call."""
 
 import ast
+import functools
 import re
 import signal
 import sys
@@ -44,6 +45,11 @@ def sources():
         yield ".".join(path.relative_to(PACKAGE).with_suffix("").parts), path.read_text(encoding="utf-8")
 
 
+@functools.cache
+def trees():
+    return {module: ast.parse(source) for module, source in sources()}
+
+
 def variables(tree):
     """The variables of a module: what it assigns to a name in lower case, other than loggers and functions."""
     for node in tree.body:
@@ -66,18 +72,18 @@ def documented():
 
 
 def test_every_variable_of_a_module_is_in_the_table():
-    found = {f"{module}.{name}" for module, source in sources() for name in variables(ast.parse(source))}
+    found = {f"{module}.{name}" for module, tree in trees().items() for name in variables(tree)}
     table = {name for names, _, _ in documented() for name in names if re.search(r"\w\._[a-z]\w+$", name)}
     assert found == table
 
 
 def test_reset_puts_back_what_the_table_says():
-    trees = {module: ast.parse(source) for module, source in sources()}
+    put_back = {module: {*names_put_back(tree)} for module, tree in trees().items()}
     for names, _, last in documented():
         for name in names:
             module, _, variable = name.rpartition(".")
-            if module in trees and variable in variables(trees[module]):
-                assert (variable in names_put_back(trees[module])) == ("`reset()`" in last), name
+            if module in put_back and variable in variables(trees()[module]):
+                assert (variable in put_back[module]) == ("`reset()`" in last), name
 
 
 def test_every_module_that_changes_the_process_is_in_the_table():

@@ -1,5 +1,6 @@
 """``distman launch``, and the scripts in launchers/, which it wrote."""
 
+import functools
 import json
 import os
 import re
@@ -129,12 +130,21 @@ def job_script(backend, *, file=None, **options):
     return render(JobRequest(backend=backend.split()[0], with_torchrun="with" in backend, **options), file)
 
 
+@functools.cache
+def num_lines(backend, name=None):
+    return len(job_script(backend, **({} if name in (None, "time") else {name: "x"})).split("\n"))
+
+
+@functools.cache
+def plain_script(backend, num_arguments):
+    return job_script(backend, file="x", program=("train.py", *["x"] * num_arguments))
+
+
 @given(backend=st.sampled_from(BACKENDS_OF_SCRIPTS), file=HOSTILE, arguments=st.lists(HOSTILE, max_size=3))
 @settings(max_examples=1_000)
 def test_no_name_and_no_argument_becomes_a_line_of_the_script(backend, file, arguments):
     script = job_script(backend, file=file, program=("train.py", *arguments))
-    plain = job_script(backend, file="x", program=("train.py", *["x"] * len(arguments)))
-    lines, expected = script.split("\n"), plain.split("\n")
+    lines, expected = script.split("\n"), plain_script(backend, len(arguments)).split("\n")
     assert len(lines) == len(expected)
     assert all(line.isprintable() for line in lines)
     changed = [line for line, other in zip(lines, expected, strict=True) if line != other]
@@ -153,7 +163,7 @@ def test_what_stands_in_a_line_for_the_scheduler_is_one_word(backend, name, valu
     except ValueError:
         return
     assert name == "time" or re.fullmatch(r"[A-Za-z0-9_.+@:-]+", value)
-    assert len(script.split("\n")) == len(job_script(backend, **({} if name == "time" else {name: "x"})).split("\n"))
+    assert len(script.split("\n")) == num_lines(backend, name)
 
 
 @pytest.mark.parametrize("name", ["a\nrm -rf x\n.sh", "-v", "--wrap=x", "\u202ehs.x", "it's $(x).sh"])
