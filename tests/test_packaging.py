@@ -171,9 +171,9 @@ def test_the_wheel_works_in_an_environment_that_holds_what_it_requires(environme
     assert run(distman, "env", cwd=tmp_path).startswith("launcher          single\n")
 
 
-def test_a_type_checker_finds_the_types_of_the_wheel(environment, tmp_path):
+def test_a_type_checker_finds_the_types_of_the_wheel(environment, tmp_path, pytestconfig):
     """One will do: that the other reads them, too, `test_types` shows."""
-    found, said = mypy(environment / "bin" / "python", tmp_path)
+    found, said = mypy(environment / "bin" / "python", tmp_path, pytestconfig.cache.mkdir("mypy"))
     assert found == EXPECTED, said
 
 

@@ -13,13 +13,14 @@ WRONG = Path(__file__).parent / "typing" / "wrong_user_code.py"
 NO_PATH = {name: value for name, value in os.environ.items() if name not in ("MYPYPATH", "PYTHONPATH")}
 
 
-def mypy(python, folder):
+def mypy(python, folder, cache):
+    """Ask mypy, which takes from a folder what it knows of torch and of files that are as they were."""
     options = [
         "--strict",
         "--config-file=",
         "--no-error-summary",
         "--cache-dir",
-        os.devnull,
+        cache,
         "--python-executable",
         python,
     ]
