@@ -9,7 +9,7 @@ import torch
 
 from distman.score._network import Network, evaluate
 from distman.score._sde import SDE, per_sample
-from distman.score._sharing import check_samples
+from distman.score._sharing import check_condition, check_samples
 
 Weighting = Literal["variance", "likelihood"] | Callable[[torch.Tensor], torch.Tensor]
 
@@ -67,7 +67,9 @@ def denoising_loss(
         Models", NeurIPS 2021.
     """
     check_samples(x, least_dims=1)
-    t = _spread_times(sde, x, generator)
+    start = torch.rand((), generator=generator, device=x.device, dtype=x.dtype)
+    fractions = (start + torch.arange(len(x), device=x.device, dtype=x.dtype) / len(x)) % 1  # equally spaced
+    t = sde.epsilon + (sde.horizon - sde.epsilon) * fractions
     noise = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
     scale, std = sde.marginal(t)
     noisy = per_sample(scale, x) * x + per_sample(std, x) * noise
@@ -82,8 +84,7 @@ def denoising_loss(
 def _drop(
     condition: torch.Tensor, probability: float, null: float, x: torch.Tensor, generator: torch.Generator | None
 ) -> torch.Tensor:
-    if not condition.ndim or len(condition) != len(x):
-        raise ValueError(f"condition must have one row for each of {len(x)} samples, got {tuple(condition.shape)}.")
+    check_condition(condition, len(x))
     if not 0 <= probability <= 1:
         raise ValueError(f"drop_condition must be between 0 and 1, got {probability}. Pass a probability such as 0.1.")
     if not probability:
@@ -106,10 +107,3 @@ def _weights(weighting: Weighting, sde: SDE, t: torch.Tensor, std: torch.Tensor)
     if weighting == "variance":
         return torch.ones_like(t)
     raise ValueError(f"weighting must be 'variance', 'likelihood' or a function, got {weighting!r}. Pass one of them.")
-
-
-def _spread_times(sde: SDE, x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Return a time for each sample: equally spaced, modulo the range of times, from a random start."""
-    start = torch.rand((), generator=generator, device=x.device, dtype=x.dtype)
-    fractions = (start + torch.arange(len(x), device=x.device, dtype=x.dtype) / len(x)) % 1
-    return sde.epsilon + (sde.horizon - sde.epsilon) * fractions

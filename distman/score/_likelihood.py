@@ -14,7 +14,6 @@ from distman.collectives import GroupLike, admitted, all_gather_v, resolve_group
 from distman.score import _sharing
 from distman.score._network import Network, evaluate
 from distman.score._sde import SDE, per_sample
-from distman.topology import split_sizes
 
 Probes = Literal["rademacher", "gaussian"]
 
@@ -80,7 +79,7 @@ def log_likelihood(
     """
     odeint = require("torchdiffeq", "log_likelihood").odeint
     members = resolve_group(group)
-    x = admitted("log_likelihood", x, members, name="x")
+    x = admitted("log_likelihood", x, members, name="x").detach()
     _sharing.check_samples(x, least_dims=2)
     _sharing.check_condition(condition, len(x))
     if num_probes is not None:
@@ -93,22 +92,17 @@ def log_likelihood(
     call |= {"rtol": rtol, "atol": atol, "x": _sharing.described(x), "condition": _sharing.described(condition)}
     seed = _sharing.agree("log_likelihood", call, seed, group)
 
-    batches = torch.split(x.detach(), batch_size)
-    conditions = [None] * len(batches) if condition is None else torch.split(condition.to(x.device), batch_size)
-    counts = split_sizes(len(batches), members.size)
-    first = sum(counts[: members.rank])
-    mine = range(first, first + counts[members.rank])
+    shares, sizes = _sharing.share_out(len(x), batch_size, members.size)
+    conditions = None if condition is None else condition.to(x.device)
     solver = _Solver(odeint, score_fn, sde, num_probes, probes, rtol, atol, members)
 
     def solve_all() -> torch.Tensor:
-        found = (
-            solver.solve(batches[index], conditions[index], _sharing.random_stream("probes", seed, index, x.device))
-            for index in mine
-        )
-        return torch.cat([x.new_empty(0), *found])
+        found = [x.new_empty(0)]
+        for index, part in shares[members.rank]:
+            generator = _sharing.random_stream("probes", seed, index, x.device)
+            found.append(solver.solve(x[part], None if conditions is None else conditions[part], generator))
+        return torch.cat(found)
 
-    lengths = iter(len(batch) for batch in batches)
-    sizes = [sum(next(lengths) for _ in range(count)) for count in counts]
     return all_gather_v(_sharing.run_jointly(solve_all, "log_likelihood", members), sizes, group=group)
 
 

@@ -18,7 +18,6 @@ from distman.manager import DistributedManager
 from distman.score import _sharing
 from distman.score._network import Network, evaluate
 from distman.score._sde import SDE, per_sample
-from distman.topology import split_sizes
 
 Method = Literal["euler_maruyama", "predictor_corrector", "probability_flow"]
 
@@ -90,7 +89,11 @@ def sample(
         NeurIPS 2022.
     """
     members = resolve_group(group)
-    shape = _checked_shape(shape)
+    shape = tuple(shape)
+    if not shape or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in shape):
+        raise ValueError(
+            f"shape must be whole numbers of 1 or more, (num, *), got {shape}. Pass the shape of all samples."
+        )
     check_number("num_steps", num_steps)
     _sharing.check_condition(condition, shape[0])
     check_choice("method", method, get_args(Method))
@@ -105,8 +108,7 @@ def sample(
     call |= {"rank_zero": rank_zero, "condition": _sharing.described(condition), "sde": sde, "dtype": empty.dtype}
     seed = _sharing.agree("sample", call, seed, group)
 
-    shares = _shares(shape[0], batch_size, 1 if rank_zero else members.size)
-    shares += [[]] * (members.size - len(shares))
+    shares, sizes = _sharing.share_out(shape[0], batch_size, members.size, rank_zero=rank_zero)
     solver = _ReverseSolver(score_fn, sde, num_steps, method, snr, members)
     conditions = None if condition is None else condition.to(empty.device)
 
@@ -114,25 +116,13 @@ def sample(
         found = [empty]
         for index, part in shares[members.rank]:
             generator = _sharing.random_stream("sample", seed, index, empty.device)
-            own = None if conditions is None else conditions[part.start : part.stop]
-            found.append(solver.draw(len(part), empty, generator, own))
+            own = None if conditions is None else conditions[part]
+            found.append(solver.draw(part.stop - part.start, empty, generator, own))
         return torch.cat(found)
 
     drawn = on_rank(0, group=group)(draw_share)() if rank_zero else _sharing.run_jointly(draw_share, "sample", members)
     drawn = empty if drawn is None else drawn
-    sizes = [sum(len(part) for _, part in share) for share in shares]
     return all_gather_v(drawn, sizes, group=group) if dst is None else gather_v(drawn, sizes, dst=dst, group=group)
-
-
-def _shares(num: int, batch_size: int | None, num_ranks: int) -> list[list[tuple[int, range]]]:
-    """Return which samples each rank draws, in batches, each with the index of its random stream."""
-    sizes = split_sizes(num, num_ranks) if batch_size is None else [batch_size] * -(-num // batch_size)
-    ends = list(itertools.accumulate(sizes))
-    batches = [
-        (index, range(end - size, min(end, num))) for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
-    ]
-    counts = split_sizes(len(batches), num_ranks)
-    return [batches[end - count : end] for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -190,12 +180,3 @@ class _ReverseSolver:
 
 def _noise_like(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
-
-
-def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    lengths = tuple(shape)
-    if not lengths or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in lengths):
-        raise ValueError(
-            f"shape must be whole numbers of 1 or more, (num, *), got {shape}. Pass the shape of all samples."
-        )
-    return lengths

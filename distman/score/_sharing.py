@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -13,7 +14,9 @@ from distman._coordination.tracking import depth
 from distman._coordination.wait_scope import WaitScope
 from distman._job.groups.registry import Group
 from distman.collectives import GroupLike, all_gather_objects, resolve_group
-from distman.errors import JobFailed, PlanMismatchError
+from distman.decorators import _told_by as told_by
+from distman.errors import PlanMismatchError
+from distman.topology import split_sizes
 
 R = TypeVar("R")
 
@@ -35,8 +38,7 @@ def check_positive(name: str, value: float, example: str) -> None:
 def check_condition(condition: torch.Tensor | None, num: int) -> None:
     if condition is not None and (not condition.ndim or len(condition) != num):
         raise ValueError(
-            f"condition must have one row for each of {num} samples, got {tuple(condition.shape)}. Pass those of all "
-            "ranks."
+            f"condition must have one row for each of {num} samples, got {tuple(condition.shape)}. Pass all of them."
         )
 
 
@@ -77,19 +79,32 @@ def run_jointly(run: Callable[[], R], what: str, group: Group) -> R:
     The ranks wait for the slowest one over the store, so no collective times out. Unlike within ``on_rank``, the
     function may call collectives of other groups: a network may be split over one.
     """
-    section = group.sections.begin(what, range(group.size), depth=depth()) if group.sections is not None else None
-    try:
+    if group.sections is None:
+        return run()
+    section = group.sections.begin(what, range(group.size), depth=depth())
+    with told_by(section):
         result = run()
-    except JobFailed:  # it is raised on the others, too
-        raise
-    except BaseException as error:
-        if section is not None:
-            section.fail(error)
-        raise
     with WaitScope(what):
-        if section is not None and not section.succeed():
+        if not section.succeed():
             section.wait()
     return result
+
+
+def share_out(
+    num: int, batch_size: int | None, num_ranks: int, *, rank_zero: bool = False
+) -> tuple[list[list[tuple[int, slice]]], list[int]]:
+    """Return the batches of each rank, with the index of each batch's random stream; and each rank's number of samples.
+
+    Without a ``batch_size`` there is one batch for each rank.
+    """
+    num_taking_part = 1 if rank_zero else num_ranks
+    lengths = split_sizes(num, num_taking_part) if batch_size is None else [batch_size] * -(-num // batch_size)
+    ends = itertools.accumulate(lengths)
+    batches = [slice(end - length, min(end, num)) for length, end in zip(lengths, ends, strict=True)]
+    counts = split_sizes(len(batches), num_taking_part) + [0] * (num_ranks - num_taking_part)
+    numbered = enumerate(batches)
+    shares = [list(itertools.islice(numbered, count)) for count in counts]
+    return shares, [sum(part.stop - part.start for _, part in share) for share in shares]
 
 
 def check_finite(name: str, values: torch.Tensor, group: Group) -> None:
