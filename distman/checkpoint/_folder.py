@@ -99,11 +99,9 @@ class CheckpointFolder:
         if self.sharded:
             from distman.checkpoint._sharded import save_in as save_parts_in  # torch's part of it takes a second
 
-            location, tidy = self._begin(step, is_best=is_best, good=good)
-            on_rank(0)(self._prepare)()
-            save_parts_in(state, location, self._location, background=self._is_background, then=tidy)
+            self._save(save_parts_in, state, step, is_best=is_best, good=good)
         else:
-            on_rank(0)(self._save)(state, step, is_best=is_best, good=good)
+            on_rank(0)(self._save)(save_in, state, step, is_best=is_best, good=good)
 
     def wait(self) -> None:
         """Return when all that was saved is complete and on the disk.
@@ -181,16 +179,13 @@ class CheckpointFolder:
         read, name = self._reader(state, device), on_rank(0, broadcast=True)(self._best)()
         return None if name is None else read(self._location / name)
 
-    def _save(self, state: object, step: int, *, is_best: bool, good: Collection[int]) -> None:
-        location, tidy = self._begin(step, is_best=is_best, good=good)
-        self._prepare()
-        save_in(state, location, self._location, background=self._is_background, then=tidy)
-
-    def _begin(self, step: int, *, is_best: bool, good: Collection[int]) -> tuple[Location, Callable[[], None]]:
-        """Return where the checkpoint of a step goes, and what rank 0 does when it is there."""
+    def _save(
+        self, save: Callable[..., object], state: Any, step: int, *, is_best: bool, good: Collection[int]
+    ) -> None:
         check_number("step", step, least=0, remedy="Count the steps from 0.")
-        stays = {self._name(one) for one in good}
-        return self._location / self._name(step), functools.partial(self._tidy, step, is_best=is_best, stays=stays)
+        tidy = functools.partial(self._tidy, step, is_best=is_best, stays={self._name(one) for one in good})
+        on_rank(0)(self._prepare)()
+        save(state, self._location / self._name(step), self._location, background=self._is_background, then=tidy)
 
     def _prepare(self) -> None:
         self._names()
@@ -253,8 +248,8 @@ class CheckpointFolder:
         return own
 
     def _saved_at(self, name: str) -> int:
-        storage, place = self._location.storage, (self._location / name).place
-        return storage.saved_at(f"{storage.folder(place)}/{CONTENTS}" if self.sharded else place)
+        location = self._location / name
+        return location.storage.saved_at((location.published() / CONTENTS if self.sharded else location).place)
 
     def _reader(self, state: dict[str, Any] | None, device: str | torch.device | None) -> Callable[[Location], Any]:
         if self.sharded != isinstance(state, dict):
@@ -265,7 +260,9 @@ class CheckpointFolder:
         if state is None:
             target = target_device(device)
             return lambda location: on_all_ranks(read_state, location, target)
-        return functools.partial(_fill, state)
+        from distman.checkpoint._sharded import load_from  # torch's part of it takes a second
+
+        return functools.partial(load_from, state)
 
 
 def check_writable(folder: CheckpointFolder) -> None:
@@ -305,8 +302,7 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
     in_background.finish_before_reading(locate(path))
     location = locate(path)  # it may be a link
     try:
-        folder = Location(location.storage, location.storage.folder(location.place))
-        location.storage.open((folder / CONTENTS).place).close()
+        location.storage.open((location.published() / CONTENTS).place).close()
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
@@ -318,13 +314,6 @@ class _Complete(NamedTuple):
     saved_at: int
     step: int
     name: str
-
-
-def _fill(state: dict[str, Any], location: Location) -> dict[str, Any]:
-    from distman.checkpoint._sharded import load_from  # torch's part of it takes a second
-
-    load_from(state, location)
-    return state
 
 
 def _raise_unless_damaged(error: Exception) -> None:

@@ -39,6 +39,10 @@ class Location:
     def __truediv__(self, name: str) -> Location:
         return Location(self.storage, f"{self.place}/{name}")
 
+    def published(self) -> Location:
+        """Return where the files of the folder are that was published last."""
+        return Location(self.storage, self.storage.folder(self.place))
+
     @property
     def path(self) -> Path | str:
         """What users get and may pass again: a path on this host, or a URL."""

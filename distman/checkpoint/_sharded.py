@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import (
     SavePlanner,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -164,10 +164,11 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     load_from(state, locate(path))  # it may be a link
 
 
-def load_from(state: dict[str, Any], location: Location) -> None:
+def load_from(state: dict[str, Any], location: Location) -> dict[str, Any]:
     folder, metadata = _folder_and_metadata(location)
     on_all_ranks(_check_fit, state, folder, metadata)  # torch begins by waiting for all ranks
     on_all_ranks(_read, state, folder, metadata)
+    return state
 
 
 def saved_tensors(location: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -177,8 +178,8 @@ def saved_tensors(location: Location) -> dict[str, tuple[torch.Size, torch.dtype
 
 
 def _folder_and_metadata(location: Location) -> tuple[Location, Metadata]:
-    on_rank(0)(location.storage.folder)(location.place)  # one rank puts an old folder back where that is needed
-    folder = Location(location.storage, on_all_ranks(location.storage.folder, location.place))
+    on_rank(0)(location.published)()  # one rank puts an old folder back where that is needed
+    folder = on_all_ranks(location.published)
     return folder, on_all_ranks(read_contents, folder)
 
 
@@ -264,14 +265,13 @@ class _Staged(DefaultSavePlanner):
 
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
         super().__init__()
-        self._copies = {item.index: _copy(planner.resolve_data(item)) for item in plan.items}
+        self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            self._copies[item.index] = data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self._copies[write_item.index]
-
-
-def _copy(data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
-    return data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data
 
 
 class _Reader(FileSystemReader):
@@ -331,8 +331,7 @@ def _check(state: dict[str, Any], written_to: Location) -> None:
 
 
 def _write(state: dict[str, Any], writer: _Writer) -> None:
-    error = _error_of(checkpoint.save, state, storage_writer=writer, planner=_SavePlanner())
-    if error is not None:
+    if (error := _error_of(checkpoint.save, state, storage_writer=writer, planner=_SavePlanner())) is not None:
         raise error
 
 
