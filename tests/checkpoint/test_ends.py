@@ -13,8 +13,8 @@ from ..launch.preloaded import PYTHON
 from ..launch.processes import launch
 
 SCRIPT = Path(__file__).parent / "scripts" / "forked.py"
-KILLS = 80
-KILLS_OF_RANKS = 16
+KILLS = 40
+KILLS_OF_RANKS = 12  # of each way of saving: one rank, the other, and both
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +61,10 @@ def test_what_two_ranks_saved_in_the_background_survives_a_kill_of_one_or_both()
     assert ways == [(way, num_each) for way in ("Whole", "Numbered", "Sharded", "NumberedSharded")]
 
 
-@pytest.mark.parametrize("guilty", [0, 2])
+@pytest.mark.parametrize("guilty", [0, 1])
 def test_ranks_that_fail_finish_the_parts_that_they_save_in_the_background(tmp_path, guilty):
     script, path = SCRIPT.with_name("fails_later.py"), tmp_path / "sharded"
-    done = launch([PYTHON, "-m", "distman", "run", "-n", "3", script, path, str(guilty)], timeout=60)
+    done = launch([PYTHON, "-m", "distman", "run", "-n", "2", script, path, str(guilty)], timeout=60)
     assert (done.returncode, done.stderr.count("ValueError: the program fails")) == (1, 1)
     state = {"tensor": torch.zeros(3_000_000)}
     load_sharded(state, path)

@@ -23,7 +23,7 @@ def name(path):
     return None if path is None else path.name
 
 
-@ranks(1, 2, 4)
+@ranks(1, 3)
 @pytest.mark.parametrize("background", [False, True])
 def test_the_last_ones_and_the_best_are_kept(tmp_path, rank, background):
     folder = CheckpointFolder(tmp_path / "new" / "run", keep=2, background=background)
@@ -40,7 +40,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path, rank, background):
     assert load(folder.path / "best.pt") == {"step": 20}
 
 
-@ranks(1, 2, 4)
+@ranks(1, 3)
 @pytest.mark.parametrize("background", [False, True])
 def test_the_last_ones_and_the_best_are_kept_of_states_in_parts(tmp_path, rank, background):
     def empty():

@@ -106,7 +106,7 @@ def draw(seed):
     return [source.randrange(9) for _ in range(source.randrange(1, 7))], source.randrange(1, 5)
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 4)
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # three workers, on two cores
 @pytest.mark.parametrize("seed", range(3))
 def test_every_epoch_has_every_sample_once_with_any_number_of_workers(seed, rank):

@@ -43,10 +43,16 @@ class GaussianAround:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", SDES)
-@ranks(1, 3)
-def test_samples_follow_their_conditions_on_any_number_of_ranks(name, method, rank):
+@ranks(3)
+def test_samples_follow_their_conditions_and_are_those_that_one_process_draws(name, method, rank):
     conditions = torch.linspace(-4, 4, 600, dtype=torch.float64)[:, None].expand(-1, 2)
-    options = {"num_steps": METHODS[method], "method": method, "seed": 3, "dtype": torch.float64, "batch_size": 47}
+    options = {
+        "num_steps": METHODS[method],
+        "method": method,
+        "seed": 3,
+        "dtype": torch.float64,
+        "batch_size": 170,
+    }  # four batches
     found = sample(GaussianAround(SDES[name]), SDES[name], (600, 2), conditions, **options)
     errors = (found - conditions) / WIDTH
     assert errors.mean().item() == pytest.approx(0, abs=5 / math.sqrt(errors.numel()))
@@ -56,7 +62,7 @@ def test_samples_follow_their_conditions_on_any_number_of_ranks(name, method, ra
         torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-9)
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_the_density_under_a_condition():
     conditions = torch.tensor([[-3.0], [0.5], [2.0]], dtype=torch.float64)
     x = conditions + torch.tensor([[0.0], [0.4], [-1.0]], dtype=torch.float64)
@@ -141,7 +147,7 @@ class Network(nn.Module):
         return self.layers(torch.cat([x, t[:, None], self.classes(label)], dim=1))
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_a_handler_trains_and_samples_under_conditions():
     labels = torch.arange(600) % 3
     data = TensorDataset(

@@ -42,8 +42,8 @@ def test_random_vectors_give_the_mean_of_the_density():
     assert 0 < (found - expected).std() < (noisier - expected).std() < 1
 
 
-@pytest.mark.parametrize("num", [11, 3])
-@ranks(1, 2, 4)
+@pytest.mark.parametrize("num", [11, 2])  # also fewer batches than ranks
+@ranks(1, 2)
 def test_the_result_does_not_depend_on_the_number_of_ranks(num):
     x = Mixture().draw(num)
     options = {"seed": 7, "probes": "gaussian", "batch_size": 2, **COARSE}
@@ -85,7 +85,7 @@ def test_samples_of_more_dims():
     assert not x.requires_grad
 
 
-@ranks(1, 3)
+@ranks(1, 2)
 def test_an_error_on_one_rank_is_raised_on_all_and_the_group_stays_usable(rank, world_size):
     culprit, x = world_size - 1, Mixture().draw(3)
     with pytest.raises(KeyError if rank == culprit else RankFailedError, match="'no weights'"):
@@ -94,7 +94,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_the_group_stays_usable(rank, 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
-@ranks(1, 3)
+@ranks(1, 2)
 def test_a_flow_without_end_is_told_on_all_ranks(value, world_size):
     culprit = world_size - 1
     with pytest.raises((FloatingPointError, RankFailedError), match=rf".* must .* finite.* on rank {culprit}"):

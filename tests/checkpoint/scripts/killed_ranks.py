@@ -6,6 +6,7 @@ What they leave is loaded by a process that is alone. The ranks are forked from 
 """
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -154,17 +155,16 @@ def seconds_of_two_saves(kind):
     return seconds
 
 
-def kill_some(kind, number, generator, longest):
-    """Return the last number of which a rank had said that it was saved when some were killed."""
+def kill_some(kind, number, victims, delay):
+    """Return the last number of which a rank had said that it was saved when some were killed, by their ranks."""
     with job_of_two(kind, number) as (children, said):
         lines = [said.readline(), said.readline()]
-        time.sleep(generator.uniform(0, longest))
-        victims = generator.choice([children, children[:1], children[1:]])
+        time.sleep(delay)
         for victim in victims:
-            os.kill(victim, signal.SIGKILL)
+            os.kill(children[victim], signal.SIGKILL)
         codes = [end_of(child) for child in children]
         lines += said
-    survived = [code for code, child in zip(codes, children, strict=True) if child not in victims]
+    survived = [code for rank, code in enumerate(codes) if rank not in victims]
     assert all(code > 0 for code in survived), codes
     return max((int(line) for line in lines if line != "begun\n"), default=number - 1)
 
@@ -184,9 +184,9 @@ def main(folder, num_kills, seed=0):
     for kind in ways:
         longest = seconds_of_two_saves(kind)
         number, num_torn = whole(kind, 2), 0
-        for _ in range(num_kills // len(ways)):
+        for victims in itertools.islice(itertools.cycle(([0], [1], [0, 1])), num_kills // len(ways)):
             wait_until_alone()
-            announced = kill_some(kind, number + 1, generator, longest)
+            announced = kill_some(kind, number + 1, victims, generator.uniform(0, longest))
             num_torn += any(folder.rglob(".*.tmp"))
             number = whole(kind, announced)
         kind.save(number + 1)
