@@ -73,8 +73,9 @@ def test_a_new_one_takes_the_place_of_the_old_one(tmp_path, world_size):
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("name", ["train.log", ".env", "figures/loss.png", ".metadata"])
+@pytest.mark.parametrize(
+    ("name", "background"), [("train.log", False), (".env", True), ("figures/loss.png", True), (".metadata", False)]
+)
 def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(name, background, tmp_path, rank):
     file, state = tmp_path / "out" / name, {"step": 1}
     if rank == 0:
@@ -131,7 +132,7 @@ def test_each_rank_may_have_names_of_its_own(tmp_path, rank):
     assert state[f"rng {rank}"].tolist() == [rank, rank]
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize("keys", [(0, 1), (None, 0.5), (True, "2"), ((1, 2), "a.b")], ids=str)
 def test_what_is_under_keys_that_are_not_strings_is_replaced(keys, tmp_path):
     def state_of(value):
@@ -193,7 +194,7 @@ def resumed(optimizer_of, path, *, make_room):
     return weights
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize("kind", [torch.optim.Adam, functools.partial(torch.optim.SGD, momentum=0.9)], ids=str)
 def test_an_optimizer_without_room_for_what_was_saved_is_refused_and_one_step_makes_room(kind, tmp_path):
     for make in (kind, lambda parameters: kind(parameters, lr=0.1, weight_decay=0.1)):

