@@ -320,7 +320,5 @@ def _exchange(one: Path, other: Path) -> bool:
     Source:
         renameat2(2), RENAME_EXCHANGE; network file systems lack it.
     """
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # old systems' C libraries lack it
+    return bool(rename and rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)

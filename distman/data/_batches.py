@@ -35,7 +35,18 @@ class EpochSampler(Generic[T]):
     """A sampler whose epochs are the same on all ranks, and in every run, whatever generators it draws from."""
 
     def __init__(self, name: str, sampler: Iterable[T], seed: int) -> None:
-        self._length = _length_of(name, sampler)
+        inner = getattr(sampler, "sampler", None)
+        if any(isinstance(one, DistributedSampler) for one in (sampler, inner)):
+            raise TypeError(
+                f"{name} must yield the samples of all ranks, got a DistributedSampler. Leave it out: the ranks share "
+                "the dataset."
+            )
+        if not isinstance(sampler, Iterable) or isinstance(sampler, Iterator) or not isinstance(sampler, Sized):
+            raise TypeError(
+                f"{name} must be iterable in each epoch and have a length, got {sampler!r}. Define __iter__ and "
+                "__len__, or pass a DataLoader."
+            )
+        self._length = check_number(f"the length of {name}", len(sampler))
         self._name, self._sampler, self._seed = name, sampler, seed
         self._latest: tuple[int, list[T]] | None = None
 
@@ -260,19 +271,3 @@ class EvaluationBatches(Sampler[list[int]]):
         for first in range(0, len(self.own), self.batch_size):
             own = self.own[first : first + self.batch_size]
             yield Batch(own, seed_of(own[0]))
-
-
-def _length_of(name: str, sampler: Any) -> int:
-    """Return how many indices, or batches, a sampler for all ranks yields in an epoch, at least one."""
-    inner = getattr(sampler, "sampler", None)
-    if any(isinstance(one, DistributedSampler) for one in (sampler, inner)):
-        raise TypeError(
-            f"{name} must yield the samples of all ranks, got a DistributedSampler. Leave it out: the ranks share the "
-            "dataset."
-        )
-    if not isinstance(sampler, Iterable) or isinstance(sampler, Iterator) or not isinstance(sampler, Sized):
-        raise TypeError(
-            f"{name} must be iterable in each epoch and have a length, got {sampler!r}. Define __iter__ and __len__, "
-            "or pass a DataLoader."
-        )
-    return check_number(f"the length of {name}", len(sampler))

@@ -240,28 +240,22 @@ def _reader(dataset: Dataset[Any]) -> Callable[[range], Any]:
 def _read(reader: Callable[[range], Any], shard: range) -> tuple[list[torch.Tensor], TreeSpec]:
     """Return the leaves of a shard's samples, one tensor each, and the structure of a sample."""
     leaves, structure = tree_flatten(reader(shard[:1]))
-    tensors = [_allocate(leaf, len(shard)) for leaf in leaves]
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"samples must consist of numbers to be cached, got {leaf!r:.80}. Use distributed_loader.")
+    tensors = [torch.empty(len(shard), *leaf.shape[1:], dtype=leaf.dtype) for leaf in leaves]
+    kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
     for start in range(0, len(shard), _CHUNK):
         chunk = shard[start : start + _CHUNK]
         try:
             leaves, found = tree_flatten(reader(chunk))
         except RuntimeError as error:
             raise _unequal(chunk) from error
-        if found != structure or any(map(_differ, leaves, tensors)):
+        if found != structure or [(leaf.shape[1:], leaf.dtype) for leaf in leaves] != kinds:
             raise _unequal(chunk)
         for leaf, tensor in zip(leaves, tensors, strict=True):
             tensor[start : start + len(chunk)] = leaf
     return tensors, structure
-
-
-def _differ(leaf: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return (leaf.shape[1:], leaf.dtype) != (tensor.shape[1:], tensor.dtype)
-
-
-def _allocate(leaf: object, length: int) -> torch.Tensor:
-    if not isinstance(leaf, torch.Tensor):
-        raise TypeError(f"samples must consist of numbers to be cached, got {leaf!r:.80}. Use distributed_loader.")
-    return torch.empty(length, *leaf.shape[1:], dtype=leaf.dtype)
 
 
 def _unequal(chunk: range) -> ValueError:
