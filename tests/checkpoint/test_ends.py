@@ -66,9 +66,10 @@ def test_ranks_that_fail_finish_the_parts_that_they_save_in_the_background(tmp_p
     script, path = SCRIPT.with_name("fails_later.py"), tmp_path / "sharded"
     done = launch([PYTHON, "-m", "distman", "run", "-n", "2", script, path, str(guilty)], timeout=60)
     assert (done.returncode, done.stderr.count("ValueError: the program fails")) == (1, 1)
-    state = {"tensor": torch.zeros(3_000_000)}
+    state = {f"tensor of rank {rank}": torch.zeros(1_500_000) for rank in (0, 1)}
     load_sharded(state, path)
-    assert torch.equal(state["tensor"], torch.arange(3_000_000.0))
+    for rank, tensor in enumerate(state.values()):
+        assert torch.equal(tensor, torch.arange(1_500_000.0) + rank)
     assert [one.name for one in tmp_path.iterdir()] == ["sharded"]
 
 
