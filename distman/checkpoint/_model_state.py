@@ -102,17 +102,15 @@ def _candidates(module: torch.nn.Module, names: list[str]) -> Iterator[Callable[
     """Return what may turn names into a bare model's, the most likely first; all may have prefixes in common."""
     yield lambda name: name
     yield functools.partial(_bare, module)
+    yield without_compiled
     prefix = ""
-    while names:
+    while longer := [one for one in _PREFIXES if names and all(name.startswith(prefix + one) for name in names)]:
+        prefix += longer[0]
+        yield functools.partial(_without, prefix)
         yield functools.partial(_without, prefix, and_compiled=True)
-        longer = [prefix + one for one in _PREFIXES if all(name.startswith(prefix + one) for name in names)]
-        if not longer:
-            return
-        prefix = longer[0]
-        yield functools.partial(_without, prefix, and_compiled=False)
 
 
-def _without(prefix: str, name: str, *, and_compiled: bool) -> str:
+def _without(prefix: str, name: str, *, and_compiled: bool = False) -> str:
     return without_compiled(name.removeprefix(prefix)) if and_compiled else name.removeprefix(prefix)
 
 
