@@ -40,12 +40,9 @@ def wait_until_known(store: TorchStore, num_others: int, seconds: float, is_over
             time.sleep(timing.KNOWN_PAUSE)
 
 
-_UNREACHABLE_SHARE = 0.15
-"""Of the silence that a rank is allowed: 45 s by default, and more where more is allowed for a bad network."""
-
-
-_LARGEST_SHARE = 0.75
-"""Of the same: that a host does not answer has to be found before the silence of the ranks there."""
+# Of the silence that a rank is allowed.
+_UNREACHABLE_SHARE = 0.15  # 45 s by default, and more where more is allowed for a bad network
+_LARGEST_SHARE = 0.75  # that a host does not answer has to be found before the silence of the ranks there
 
 
 @dataclasses.dataclass(frozen=True)

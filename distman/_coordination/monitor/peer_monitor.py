@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
 
 
-_INTERVALS_PER_BEAT = 5
-"""A rank sends a heartbeat once in this many looks: it costs four calls into the store, a look costs one."""
-
-_MISSED_BEATS = 3
-"""Heartbeats that a rank has to miss: two clocks and a late look alone let one or two seem to be missing."""
+_INTERVALS_PER_BEAT = 5  # looks: a heartbeat costs four calls into the store, a look costs one
+_MISSED_BEATS = 3  # by a rank at least: two clocks and a late look alone let one or two seem to be missing
 
 
 class PeerMonitor:

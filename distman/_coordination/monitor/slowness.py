@@ -28,29 +28,14 @@ if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
 
 
-_STEPS = 5
-"""Steps in a window at least."""
-
-_FEWEST_WINDOWS = 6
-"""By which a rank may be judged: fewer do not tell how noisy the machine is."""
-
-_NUMBERS = (4, 8, 16, 32)
-"""Of the latest windows that are looked at together: on a noisy machine it takes more of them."""
-
-_NOISES = 7.0
-"""By how many times the noise of so many windows a rank has to be slower."""
-
-_FACTOR = 1.15
-"""By which a slow rank takes longer for something than the median of the others, at least."""
-
-_SHARE = 0.05
-"""Of a step that this costs at least: what takes longer and costs less holds up nobody."""
-
-_MENDED = 0.5
-"""Of these two: a rank that takes no more than that longer in four windows in a row is slow no more."""
-
-_SHORTEST = 1e-6
-"""What the others need no time for does not take a rank infinitely many times as long."""
+_STEPS = 5  # in a window at least
+_FEWEST_WINDOWS = 6  # by which a rank may be judged: fewer do not tell how noisy the machine is
+_NUMBERS = (4, 8, 16, 32)  # of the latest windows that are looked at together: a noisy machine takes more of them
+_NOISES = 7.0  # times the noise of so many windows, by which a rank has to be slower
+_FACTOR = 1.15  # by which a slow rank takes longer for something than the median of the others, at least
+_SHARE = 0.05  # of a step that this costs at least: what takes longer and costs less holds up nobody
+_MENDED = 0.5  # of these two: a rank that takes no more than that longer in four windows in a row is slow no more
+_SHORTEST = 1e-6  # seconds: what the others need no time for does not take a rank infinitely many times as long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +61,6 @@ class SlowRank:
 
 _WORKING = APART + 1  # where in a window all is added up that a rank does itself
 
-Finding = tuple[str, float]
-"""Phase and factor."""
-
 
 @dataclasses.dataclass(frozen=True)
 class _Comparison:
@@ -99,7 +81,7 @@ class SlownessWatch:
         self._number = 0  # of the last window of this rank
         self._seen: dict[int, float] = {}  # the numbers of the windows of all ranks
         self._compared: dict[int, deque[_Comparison]] = defaultdict(lambda: deque(maxlen=_NUMBERS[-1]))
-        self._slow: dict[int, Finding] = {}
+        self._slow: dict[int, tuple[str, float]] = {}  # phase and factor
         self._next_look = 0.0
 
     def look(self, store: TorchStore) -> None:
@@ -156,8 +138,8 @@ def _beside_others(window: Sequence[float], columns: Sequence[Sequence[float]]) 
     return _Comparison(excess, usual, window[_WORKING] + window[WAITING], columns[WAITING][-1] > 0)
 
 
-def _judge(windows: Sequence[_Comparison]) -> Finding | None:
-    """Return in what a rank is slow, if it is: where it loses the most time."""
+def _judge(windows: Sequence[_Comparison]) -> tuple[str, float] | None:
+    """Return in what a rank is slow, if it is, and by which factor: where it loses the most time."""
     phases = [phase for phase in range(len(COMPARED)) if windows[-1].excess[phase] > _least(phase, windows[-1:])]
     for number in _NUMBERS if phases else ():
         latest = windows[-number:]
