@@ -72,11 +72,6 @@ def decode(data: str | bytes, kind: type[Kind], what: str) -> Kind:
     return checked(value, kind, what)
 
 
-def get_ready_to_decode(kind: type) -> None:
-    """Find out what messages of a kind hold: it takes a millisecond, and is done once."""
-    _reader(kind)
-
-
 def checked(value: object, kind: type[Kind], what: str) -> Kind:
     """Return what a message holds that is decoded already; the arguments are those of :func:`decode`."""
     wanted: Any = kind  # mypy holds no type for hashable

@@ -140,7 +140,7 @@ class TrackedWait:
         self.thread = threading.get_ident()
         self.is_outermost = self.thread not in _waiting
         if self.is_outermost:
-            self.line = _line_of_user(sys._getframe(1))
+            self.line = line_of(sys._getframe(1))
             self.since = time.monotonic()
             self.call: Call | None = None  # what it waits in now, of all that its operation does
             self.store_wait: StoreWait | None = None  # the same, where it waits for something in the store
@@ -163,7 +163,7 @@ class TrackedWait:
 
     def __str__(self) -> str:
         """Return what and where, such as ``all_gather_v at train.py:31``."""
-        return f"{self.operation} at {self.line[0]}:{self.line[1]}"
+        return f"{self.operation} at {self.line}"
 
 
 @dataclasses.dataclass(eq=False)
@@ -309,8 +309,10 @@ def call_site() -> str:
 
 def line_of(frame: FrameType) -> str:
     """Return file and line of the innermost call on a stack that is neither this package's own nor torch's."""
-    name, line = _line_of_user(frame)
-    return f"{name}:{line}"
+    folders = internal_folders()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def frame_of_main_thread() -> FrameType | None:
@@ -341,10 +343,3 @@ def stacks() -> str:
         lines = "".join(traceback.format_stack(frames[ident]))
         texts.append(f"thread {names.get(ident, ident)}\n{lines}")
     return "\n".join(texts)
-
-
-def _line_of_user(frame: FrameType) -> tuple[str, int]:
-    folders = internal_folders()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno

@@ -83,7 +83,7 @@ class _Wait:
     def _line(self) -> str:
         if isinstance(self.what, TorchWait):
             return self.what.line
-        return "{}:{}".format(*self.tracked.line) if self.tracked is not None else ""
+        return self.tracked.line if self.tracked is not None else ""
 
     def tell(self, me: Place) -> _Told:
         (group, number), text, line = self.what.place, self.what.text, self._line

@@ -14,7 +14,6 @@ import torch
 from distman._base.log import logger
 from distman._base.process_tree import boot_id, start_time
 from distman._base.text import printable
-from distman._coordination.messages import get_ready_to_decode
 from distman._coordination.timeouts import keep_threads
 from distman._job.device import is_sharing_allowed, visible_devices
 from distman._job.meeting.job_store import JobStore
@@ -51,9 +50,9 @@ def join(
     meeting = find_meeting(environment, environ, protection, unreachable_after)
     if meeting.is_host:
         check_room(environment.world_size, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        job_store = meeting.open(environment.rank, timeout, _get_ready)
+        job_store = meeting.open(environment.rank, timeout, keep_threads)
     else:
-        _get_ready()
+        keep_threads()
         job_store = meeting.find(environment.rank, timeout)
     return join_at(job_store, me, timeout=timeout, source=meeting.source, environ=environ, on_meeting=on_meeting)
 
@@ -61,12 +60,6 @@ def join(
 def warn_of_strangers(protection: Protection, environment: LaunchEnvironment, environ: Mapping[str, str]) -> None:
     for sentence in learn_protection(protection, environment, environ).warnings:
         logger.warning(sentence)
-
-
-def _get_ready() -> None:
-    """Do what the ranks need when they have met, and takes milliseconds."""
-    keep_threads()
-    get_ready_to_decode(JoinRecord)
 
 
 def allow_open_files(number: int) -> None:
