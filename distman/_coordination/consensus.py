@@ -221,7 +221,7 @@ class Consensus:
 
     def _tell(self, failure: str, error: Exception) -> None:
         record = FailureRecord.of(error, self.store_group.ranks[self.store_group.rank])
-        self.store_group.store.compare_set(failure, "", record.to_json())
+        self.store_group.store.compare_set(failure, "", encode(record))
 
     def _wait(self, key: str) -> None:
         wait_for_all(self.store_group, key, timeout=self.timeout)

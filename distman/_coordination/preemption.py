@@ -213,14 +213,17 @@ def _check_same(group: StoreGroup, key: str, step: int) -> None:
 
 
 def requeue(environ: Mapping[str, str]) -> None:
-    """Put this Slurm job back into the queue, unless Slurm already ends it, because it was cancelled say."""
+    """Put this Slurm job back into the queue, unless Slurm ends it: a cancelled one is not wanted back.
+
+    One that is preempted is not ended by then, but queued again.
+    """
     job = environ.get("SLURM_JOB_ID")
     if not job:
         raise DistmanError("only a Slurm job can be requeued: SLURM_JOB_ID is not set. Submit it with sbatch.")
     name = environ.get("SLURM_ARRAY_JOB_ID", job)
     if "SLURM_ARRAY_TASK_ID" in environ:
         name += f"_{environ['SLURM_ARRAY_TASK_ID']}"
-    if _is_ending(name):
+    if re.search(r"\bJobState=COMPLETING\b", _run(["scontrol", "show", "job", "--oneliner", name]).stdout):
         logger.info("job %s is not queued again: Slurm already ends it, as scancel asks", name)
         return
     command = ["scontrol", "requeue", name]
@@ -228,11 +231,6 @@ def requeue(environ: Mapping[str, str]) -> None:
     if done.returncode not in (0, -signal.SIGTERM):  # Slurm ends the job, and its own command within
         reason = (done.stderr or done.stdout).strip()
         raise DistmanError(f"{' '.join(command)} failed: {reason}. Submit with sbatch --requeue.")
-
-
-def _is_ending(name: str) -> bool:
-    """Return whether Slurm ends the job: one that is cancelled is not wanted back, one that is preempted is queued."""
-    return bool(re.search(r"\bJobState=COMPLETING\b", _run(["scontrol", "show", "job", "--oneliner", name]).stdout))
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -117,14 +117,10 @@ def _leave_to_rank(signals: Sequence[int]) -> None:
     It ends them by a SIGTERM of its own, which they know by its sender.
     """
     for number in signals:
-        signal.signal(number, _ignore)  # unlike SIG_IGN, programs that the worker starts do not inherit it
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, programs that the worker starts do not inherit it
     if signal.SIGTERM in signals:  # whose handler is torch's: it tells the rank from others, but ends by those
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # also in threads to come
         threading.Thread(target=_wait_for_rank, args=(os.getppid(),), name="distman-worker", daemon=True).start()
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Let the worker go on."""
 
 
 def _wait_for_rank(rank: int) -> None:

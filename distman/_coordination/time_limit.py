@@ -48,9 +48,7 @@ def _of_lsf(answer: str) -> float | None:
     return int(hours) * 3600.0 + int(minutes) * 60
 
 
-Question = tuple[str, tuple[str, ...], Callable[[str], float | None]]
-
-_QUESTIONS: tuple[Question, ...] = (
+_QUESTIONS: tuple[tuple[str, tuple[str, ...], Callable[[str], float | None]], ...] = (
     ("SLURM_JOB_ID", ("squeue", "--noheader", "--format=%L", "--jobs"), _of_slurm),
     ("PBS_JOBID", ("qstat", "-f", "-F", "json"), _of_pbs),
     ("LSB_JOBID", ("bjobs", "-noheader", "-o", "time_left"), _of_lsf),
@@ -67,28 +65,34 @@ class TimeLimit:
     """The end of this process's job: told by a variable, or asked of the scheduler once."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
         self.end = _told(environ)  # in seconds since the epoch
+        self._job_ids = [environ.get(variable, "") for variable, _, _ in _QUESTIONS]
         self._asking = threading.Lock()
-        self._is_asked = self.end is not None
-
-    @property
-    def can_ask(self) -> bool:
-        return not self._is_asked and any(self._environ.get(variable) for variable, _, _ in _QUESTIONS)
+        self.can_ask = self.end is None and any(self._job_ids)
 
     def left(self) -> float | None:
         return None if self.end is None else self.end - time.time()
 
     def ask(self) -> float | None:
         with self._asking:
-            if not self._is_asked:
-                left = _ask(self._environ)
+            if self.can_ask:
+                left = self._ask()
                 self.end = None if left is None else time.time() + left
-                self._is_asked = True
+                self.can_ask = False
         return self.end
 
+    def _ask(self) -> float | None:
+        """Return the seconds that the scheduler answers; None where it gives no answer that can be read."""
+        job, (_, command, read) = next(pair for pair in zip(self._job_ids, _QUESTIONS, strict=True) if pair[0])
+        try:
+            done = subprocess.run([*command, job], capture_output=True, text=True, check=True, timeout=timing.SCHEDULER)
+            left = read(done.stdout)
+        except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
+            return None
+        return left if left is not None and math.isfinite(left) else None
+
     def believe(self, end: float) -> None:
-        self.end, self._is_asked = end, True
+        self.end, self.can_ask = end, False
 
 
 class SaveTimes:
@@ -136,20 +140,3 @@ def _seconds(name: str, text: str) -> float:
         if 0 <= (seconds := float(text)) < threading.TIMEOUT_MAX:
             return seconds
     raise ValueError(f"{name} must be a number of seconds, got {text!r}. Mend it, or unset it.")
-
-
-def _ask(environ: Mapping[str, str]) -> float | None:
-    for variable, command, read in _QUESTIONS:
-        if environ.get(variable):
-            return _answer([*command, environ[variable]], read)
-    return None
-
-
-def _answer(command: list[str], read: Callable[[str], float | None]) -> float | None:
-    """Return the answer of a scheduler; None where it gives none that can be read."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timing.SCHEDULER)
-        left = read(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
-        return None
-    return left if left is not None and math.isfinite(left) else None

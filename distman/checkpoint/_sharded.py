@@ -34,7 +34,7 @@ from distman._base import timing
 from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
-from distman._coordination.messages import decode
+from distman._coordination.messages import decode, encode
 from distman._coordination.sync import StoreGroup
 from distman._coordination.time_limit import saves
 from distman._torch_internals import NO_JOB_WARNING
@@ -455,7 +455,7 @@ class Parts:
     def report_failure(self, error: BaseException) -> None:
         """Report to rank 0 that this rank, another one, writes no part."""
         if self._group is not None and self._group.rank > 0:
-            record = FailureRecord.of(error, self._group.rank).to_json()
+            record = encode(FailureRecord.of(error, self._group.rank))
             self._group.store.compare_set(protocol.failure_of(self._folder), "", record)
             self._say([])
 

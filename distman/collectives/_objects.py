@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import encode
 from distman._coordination.wait_scope import collective
 from distman._job.groups.registry import Group
 from distman._torch_internals import despite_traces
@@ -328,7 +329,7 @@ def _raise_everywhere(error: Exception | None, group: Group, *, may_repeat: bool
     failed = [rank for rank, number in enumerate(brought) if number == 1]
     if not failed:
         return _LACKS_NAME in brought
-    record = FailureRecord.of(error, group.ranks[group.rank]).to_json() if error is not None else ""
+    record = encode(FailureRecord.of(error, group.ranks[group.rank])) if error is not None else ""
     texts = all_gather_texts(record, group)
     if error is not None:
         raise error

@@ -148,9 +148,6 @@ class FailureRecord:
     def headline(self) -> str:
         return str(self.to_failure()).partition("\n")[0]
 
-    def to_json(self) -> str:
-        return encode(self)
-
     def to_failure(self) -> JobFailed:
         """Return what the other ranks raise if the job has failed by it."""
         return JobFailed(**dataclasses.asdict(self))

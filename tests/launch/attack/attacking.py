@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import encode
 
 from ..preloaded import PYTHON
 from ..processes import poll
@@ -35,7 +36,7 @@ KEYS = {
     "query": protocol.queries(0),
     "closing": protocol.CLOSING,
 }
-NOTICE = FailureRecord(1, "n1", 1, "ValueError", "forged \x1b[2J").to_json()
+NOTICE = encode(FailureRecord(1, "n1", 1, "ValueError", "forged \x1b[2J"))
 NOTHING_RECORDED = {"opening": "00" * 24, "proof": "00" * 68}
 
 
