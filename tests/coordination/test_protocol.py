@@ -65,8 +65,14 @@ def parts(node):
         yield from parts(child)
 
 
+@functools.cache
+def nodes(tree, kind=ast.AST):
+    """What a tree has of a kind; it is asked again and again."""
+    return [*ast.walk(tree)] if kind is ast.AST else [node for node in nodes(tree) if isinstance(node, kind)]
+
+
 def functions(tree):
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return nodes(tree, ast.FunctionDef)
 
 
 def with_helpers(tree):
@@ -76,7 +82,7 @@ def with_helpers(tree):
         known = len(found)
         for function in functions(tree):
             names = [argument.arg for argument in function.args.args if argument.arg != "self"]
-            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            for call in nodes(function, ast.Call):
                 used = {part.id for key in keys_in(call, found) for part in parts(key) if isinstance(part, ast.Name)}
                 for name in used.intersection(names) if function.name not in METHODS else ():
                     found.setdefault(function.name, (names.index(name), name))
@@ -109,10 +115,9 @@ def spelt_out(tree):
     take_keys, found = with_helpers(tree), set()
     constants = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
     for function in functions(tree):
-        values = [*assignments(constants), *assignments(ast.walk(function))]
-        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
-            texts = (text for key in keys_in(call, take_keys) for text in literals(key, values))
-            found |= {f"line {call.lineno}: {text}" for text in texts}
+        keys = [(call, key) for call in nodes(function, ast.Call) for key in keys_in(call, take_keys)]
+        values = [*assignments(constants), *assignments(nodes(function))] if keys else []
+        found |= {f"line {call.lineno}: {text}" for call, key in keys for text in literals(key, values)}
     return sorted(found)
 
 
