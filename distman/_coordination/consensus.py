@@ -22,7 +22,6 @@ from distman._coordination.messages import (
     encode,
     is_first,
     no_counter,
-    read_numbers,
 )
 from distman._coordination.sync import StoreGroup
 from distman._store.connection import InvalidRequestError
@@ -107,9 +106,9 @@ class _Barrier:
             was_complete = missing == []  # the last one may be on its way to be counted, or was interrupted there
 
     def _missing(self) -> list[int]:
-        come = {*read_numbers(self.store_group.store, protocol.arrived(self.key))}
+        missing = self.store_group.missing_in(protocol.arrived(self.key))
         # None came where the last to leave has deleted the list, while a watcher looks.
-        return [index for index in range(self.store_group.size) if index not in come] if come else []
+        return missing if len(missing) < self.store_group.size else []
 
     def _give_up(self, missing: Sequence[int], record: FailureRecord) -> None:
         """Let all that came know why, unless the last rank came at this moment."""

@@ -19,7 +19,7 @@ from distman._base.log import logger
 from distman._base.text import listed, printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import count, read_numbers
+from distman._coordination.messages import count
 from distman._coordination.monitor.watcher import current
 from distman._coordination.sync import KeySequence, StoreGroup
 from distman._coordination.timeouts import run_with_timeout
@@ -59,7 +59,7 @@ class JointBlocks:
         with contextlib.suppress(DistmanError, JobFailed, dist.DistError):
             key = self._keys.next()
             self._group.store.append(protocol.arrived(key), f"{self._group.rank},")
-            missing = functools.partial(self._missing, key)
+            missing = functools.partial(self._group.missing_in, protocol.arrived(key))
             until = time.monotonic() + timing.JOINT_LIMIT
             while not self._group.wait_until(
                 lambda: not missing(), place=what, awaited=missing, timeout=timing.JOINT_RAISE
@@ -68,10 +68,6 @@ class JointBlocks:
                 if (is_awaited or time.monotonic() > until) and (others := missing()):
                     self._fail(error, what, others)
                     return
-
-    def _missing(self, key: str) -> list[int]:
-        raised = {*read_numbers(self._group.store, protocol.arrived(key))}
-        return [index for index in range(self._group.size) if index not in raised]
 
     def _is_awaited_by(self, missing: Sequence[int]) -> bool:
         watcher = current()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from distman._base.text import Line, printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import count, decode, read_numbers
+from distman._coordination.messages import count, decode
 from distman._coordination.sync import KeySequence, StoreGroup
 from distman.errors import PlanMismatchError
 
@@ -59,8 +59,7 @@ class ExclusiveSection:
     def _unfinished(self) -> Sequence[int]:
         if len(self.awaited) == 1:
             return self.awaited
-        done = {*read_numbers(self.store_group.store, protocol.done_by(self.key))}
-        return [index for index in self.awaited if index not in done]
+        return sorted({*self.store_group.missing_in(protocol.done_by(self.key))}.intersection(self.awaited))
 
     def wait(self) -> None:
         """Wait until all that are awaited have done their part; raises RankFailedError if one of them raised."""

@@ -46,6 +46,11 @@ class StoreGroup:
         """Return one of them in words, such as ``rank 2 (n1, pid 812)``."""
         return str(self.peers[self.ranks[index]])
 
+    def missing_in(self, key: str) -> list[int]:
+        """Return which of them have not appended themselves to a list."""
+        come = {*read_numbers(self.store, key)}
+        return [index for index in range(self.size) if index not in come]
+
     def wait_until(
         self,
         is_there: Callable[[], bool],

@@ -178,9 +178,7 @@ class Restricted:
         self._phase = step_times.current().enter(step_times.APART)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ValueError):  # all was forgotten meanwhile
             _regions.inside.remove(self)
         step_times.current().enter(self._phase)
