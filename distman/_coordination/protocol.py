@@ -185,7 +185,8 @@ waiting: ByNumber = "waiting {}".format
 """What a rank has been waiting in for a second. Its watcher writes it, and deletes it when the wait is over."""
 
 suspected: ByNumber = "suspected {}".format
-"""Ranks that wait for this one, which seems to wait for them in another call: each watcher appends a line."""
+"""Ranks that wait for this one, which seems to wait for them in another call: each watcher appends a line with its
+rank, what it waits in, and what this one does."""
 
 deadlock: ByName = "deadlock {}".format
 """Why those that wait in something wait for ever. A watcher writes it, all that wait there read it."""

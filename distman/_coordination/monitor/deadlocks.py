@@ -56,15 +56,6 @@ class _Told:
     error: FailureRecord | None  # of the error that it has in hand
 
 
-@dataclasses.dataclass(frozen=True)
-class _Suspicion:
-    """That a rank waits in one thing for another rank, which waits for it in another thing."""
-
-    rank: int
-    key: str
-    other_key: str
-
-
 class _Wait:
     """What the program of this rank waits in: its main thread, or another one."""
 
@@ -173,20 +164,19 @@ class DeadlockWatch:
         for rank in self._unasked[: self._most_asked]:
             other = _told(store, rank)
             if other is not None and wait.is_for(rank, other):
-                suspicion = _Suspicion(self._me.rank, mine.key, other.key)
-                store.append(protocol.suspected(rank), f"{encode(suspicion)}\n")
+                store.append(protocol.suspected(rank), f"{json.dumps([self._me.rank, mine.key, other.key])}\n")
                 count(store, protocol.NEWS, 1)
         del self._unasked[: self._most_asked]
 
     def _confirm(self, store: TorchStore, wait: _Wait, mine: _Told) -> None:
         """End the waits of this rank and of another one that suspects it, if this one waits for that one, too."""
         for line in (read_at_once(store, protocol.suspected(self._me.rank)) or "").splitlines():
-            suspicion = decode(line, _Suspicion, "a suspicion")
-            if suspicion.other_key != mine.key:
+            rank, its_key, my_key = decode(line, tuple[int, str, str], "a suspicion")
+            if my_key != mine.key:
                 continue  # it was of an earlier wait
-            other = _told(store, suspicion.rank)
-            if other is not None and other.key == suspicion.key and wait.is_for(suspicion.rank, other):
-                self._publish(store, suspicion.rank, other, mine)
+            other = _told(store, rank)
+            if other is not None and other.key == its_key and wait.is_for(rank, other):
+                self._publish(store, rank, other, mine)
                 self._end_if_told(store, wait, mine)
 
     def _publish(self, store: TorchStore, rank: int, other: _Told, mine: _Told) -> None:

@@ -57,31 +57,27 @@ class Answer:
         return printable(", ".join(filter(None, (f"at {self.line}" if self.line else "", self.waiting))))
 
 
+def ask_where(store: TorchStore, ranks: Sequence[int], timeout: float) -> dict[int, Answer]:
+    """Return where these ranks are, as far as they answer."""
+    number = count(store, protocol.QUERY_NUMBERS, 1)
+    count(store, protocol.answered(number))  # which is there for as long as somebody waits for answers
+    for rank in ranks:
+        store.append(protocol.queries(rank), f"{number},")
+    count(store, protocol.NEWS, 1)
+    until = time.monotonic() + timeout
+    while count(store, protocol.answered(number)) < len(ranks) and time.monotonic() < until:
+        time.sleep(timing.WATCH_ANSWER_PAUSE)
+    keys = {rank: protocol.answer(number, rank) for rank in ranks}
+    found = {rank: decode_at_once(store, keys[rank], Answer, f"rank {rank}'s answer to a query") for rank in ranks}
+    store.delete_keys([protocol.answered(number), *keys.values()])
+    return {one: answer for one, answer in found.items() if answer is not None}
+
+
 @dataclasses.dataclass
 class StackQueries:
     store: TorchStore
     rank: int
     num_seen: int = 0  # queries that this rank has looked at
-
-    def ask(self, ranks: Sequence[int], timeout: float) -> dict[int, Answer]:
-        """Return where these ranks are, as far as they answer."""
-        number = count(self.store, protocol.QUERY_NUMBERS, 1)
-        count(self.store, protocol.answered(number))  # which is there for as long as somebody waits for answers
-        for rank in ranks:
-            self.store.append(protocol.queries(rank), f"{number},")
-        count(self.store, protocol.NEWS, 1)
-        until = time.monotonic() + timeout
-        while count(self.store, protocol.answered(number)) < len(ranks) and time.monotonic() < until:
-            time.sleep(timing.WATCH_ANSWER_PAUSE)
-        answers: dict[int, Answer] = {}
-        for rank in ranks:
-            key = protocol.answer(number, rank)
-            answer = decode_at_once(self.store, key, Answer, f"rank {rank}'s answer to a query")
-            if answer is not None:
-                answers[rank] = answer
-                self.store.delete_key(key)
-        self.store.delete_key(protocol.answered(number))
-        return answers
 
     def answer(self, more: Sequence[LongWait] = ()) -> None:
         """Answer the queries that are new, see :meth:`Answer.here`."""
@@ -179,7 +175,7 @@ class HangWatch:
         wait_for_device = context.wait_for_device
         self._device = DeviceWatch(limit, wait_for_device) if wait_for_device is not None else None
 
-    def look(self, stack_queries: StackQueries, more: Sequence[LongWait] = ()) -> None:
+    def look(self, store: TorchStore, more: Sequence[LongWait] = ()) -> None:
         """Report a wait that lasts too long, unless one of this job is. Not for the main thread: it wants its stack."""
         still = self._calls.look()
         self.in_torch = [*more] or ([] if still is None else [still])
@@ -187,13 +183,13 @@ class HangWatch:
         if self._device is not None and (wait := self._device.look()) is not None:
             waits.append(wait)
         if self._reported not in waits:
-            self.let_others_report(stack_queries.store)
+            self.let_others_report(store)
         late = [wait for wait in waits if time.monotonic() - wait.since > self._limit]
         if not late or self._reported is not None:
             return
-        if is_first(stack_queries.store, protocol.HANG_REPORTER, self._context.rank):
+        if is_first(store, protocol.HANG_REPORTER, self._context.rank):
             self._reported = late[0]
-            self._report(late[0], stack_queries)
+            self._report(late[0], store)
 
     def let_others_report(self, store: TorchStore) -> None:
         """Let another rank report a hang, if this one did: its wait is over, or it does not look any more."""
@@ -201,10 +197,10 @@ class HangWatch:
             self._reported = None
             store.delete_key(protocol.HANG_REPORTER)
 
-    def _report(self, wait: LongWait, stack_queries: StackQueries) -> None:
+    def _report(self, wait: LongWait, store: TorchStore) -> None:
         rank, peers = self._context.rank, self._context.peers
         reason = f"{self._context.me} waits in {wait} for {time.monotonic() - wait.since:.0f} s"
-        answers = stack_queries.ask([peer.rank for peer in peers if peer.rank != rank], self._patience)
+        answers = ask_where(store, [peer.rank for peer in peers if peer.rank != rank], self._patience)
         answers[rank] = Answer.here(self.in_torch)
         write_report(reason, rank, answers, [str(peer) for peer in peers], Path.cwd())
 

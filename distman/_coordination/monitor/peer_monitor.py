@@ -73,7 +73,7 @@ class PeerMonitor:
         self._refusals.look(self._store, is_news=is_news)
         self._deadlocks.look(self._store, is_news=is_news)
         self._slowness.look(self._store)
-        self._hangs.look(self._stack_queries, self._deadlocks.in_torch)
+        self._hangs.look(self._store, self._deadlocks.in_torch)
         return None
 
     def _read_news(self) -> FailureRecord | None:

@@ -23,7 +23,7 @@ from distman._coordination.failure.interruption import Interruption
 from distman._coordination.failure.record import EXITED, LEFT, FailureRecord
 from distman._coordination.messages import count, read_numbers
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after, wait_until_known
-from distman._coordination.monitor.hang import HangWatch, StackQueries
+from distman._coordination.monitor.hang import Answer, HangWatch, ask_where
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
 from distman._coordination.monitor.stragglers import end_job_without_stragglers, end_stragglers_here
 from distman._coordination.timeouts import run_with_timeout
@@ -222,13 +222,15 @@ class Watcher:
 
     def waits_of(self, ranks: Sequence[int]) -> list[float]:
         """Return for how many seconds ranks have been waiting for others, of those that answer."""
-        answers = StackQueries(self.store, self.context.rank).ask(ranks, self._answer_patience)
-        return [answer.seconds for answer in answers.values()]
+        return [answer.seconds for answer in self._ask(ranks).values()]
 
     def locate(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return where ranks are, such as ``in all_gather_v at train.py:31 for 12 s``."""
-        answers = StackQueries(self.store, self.context.rank).ask(ranks, self._answer_patience)
+        answers = self._ask(ranks)
         return {rank: answers[rank].place if rank in answers else self._last_seen(rank) for rank in ranks}
+
+    def _ask(self, ranks: Sequence[int]) -> dict[int, Answer]:
+        return ask_where(self.store, ranks, self._answer_patience)
 
     @property
     def _answer_patience(self) -> float:

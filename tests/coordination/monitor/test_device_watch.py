@@ -6,7 +6,7 @@ import pytest
 
 from distman._coordination import tracking
 from distman._coordination.monitor.context import WatchContext
-from distman._coordination.monitor.hang import CallWatch, DeviceWatch, HangWatch, StackQueries
+from distman._coordination.monitor.hang import CallWatch, DeviceWatch, HangWatch
 
 from ...store.stores import MemoryStore
 from ..ranks import places
@@ -43,16 +43,15 @@ def test_a_stuck_gpu_is_reported_with_the_place_that_waits_for_it(monkeypatch, g
     store = MemoryStore()
     context = WatchContext(store, "tcp://n1:5", 0, places(1), opener=0, wait_for_device=gpu.wait)
     watch = HangWatch(context, LIMIT, patience=0)
-    queries = StackQueries(store, 0)
     while not reports:
-        watch.look(queries)
+        watch.look(store)
     for _ in range(9):
-        watch.look(queries)
+        watch.look(store)
     ((reason, _),) = reports
     assert "waits in work of its GPU at train.py:7 in main for" in reason
     place[0] = "train.py:8 in main"
     while len(reports) < 2:  # the next one
-        watch.look(queries)
+        watch.look(store)
 
 
 def test_a_gpu_that_works_is_not_stuck_however_often_the_program_waits_there(place):

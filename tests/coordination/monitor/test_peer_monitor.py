@@ -7,7 +7,7 @@ import pytest
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import SILENT, FailureRecord
 from distman._coordination.monitor.context import WatchContext
-from distman._coordination.monitor.hang import HangWatch, StackQueries
+from distman._coordination.monitor.hang import HangWatch, StackQueries, ask_where
 from distman._coordination.monitor.peer_monitor import PeerMonitor, read_sign
 
 from ...store.stores import MemoryStore
@@ -69,7 +69,7 @@ def test_a_query_is_answered():
 
     def ask():
         try:
-            return StackQueries(ranks.store, 0).ask([1], 60)
+            return ask_where(ranks.store, [1], 60)
         finally:
             done.set()
 
