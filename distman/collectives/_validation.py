@@ -163,12 +163,12 @@ def check_shard(
     sizes: Sequence[int] | None,
     dim: int,
     group: Group,
+    /,
     *,
     name: str = "tensor",
     **details: Any,
 ) -> tuple[torch.Tensor, list[int], int]:
     """Do what :func:`check_call` does, and then :func:`shard_sizes`."""
-    details |= {"dim": dim, "sizes": sizes}
     tensor = check_call(operation, tensor, group, name=name, free_dim=dim, unites_grad=sizes is None, **details)
     return shard_sizes(operation, tensor, sizes, dim, group)
 

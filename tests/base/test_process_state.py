@@ -24,7 +24,7 @@ from ..test_docs import rows
 
 PACKAGE = Path(distman.__file__).parent
 # These run in processes of the package's own.
-NO_STATE = re.compile(r"getLogger|\.format$|no_grad\(\)\(")
+NO_STATE = re.compile(r"getLogger|\.format$|no_grad\(\)\(|= _raising_both\(")
 OWN_PROCESSES = ("_cli", "_run", "_workers", "executor", "testing")
 CHANGES = (
     "atexit.register",

@@ -240,6 +240,7 @@ def test_a_step_within_a_step_has_the_gradient_of_one_process(rank, world_size):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @ranks(2)
 def test_a_marked_module_can_be_compiled(rank, world_size):
+    torch.compiler.reset()  # what other tests have compiled in this process counts as compiled again
     module = mark_module_as_shared(make_module())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     loss_of(compiled, rank).backward()

@@ -35,7 +35,7 @@ _NOISES = 7.0  # times the noise of so many windows, by which a rank has to be s
 _FACTOR = 1.15  # by which a slow rank takes longer for something than the median of the others, at least
 _SHARE = 0.05  # of a step that this costs at least: what takes longer and costs less holds up nobody
 _MENDED = 0.5  # of these two: a rank that takes no more than that longer in four windows in a row is slow no more
-_SHORTEST = 1e-6  # seconds: what the others need no time for does not take a rank infinitely many times as long
+_SHORTEST = 1e-6  # what the others need no time for does not take a rank infinitely many times as long
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,7 +95,9 @@ def _should_use_distributed(use_distributed_flag: bool | None) -> bool:
     return is_job
 
 
-_is_env_distributed = functools.partial(should_use_distributed, None)
+def _is_env_distributed() -> bool:
+    """Return whether a launcher has started this process as one of several ranks. Local."""
+    return should_use_distributed(None)
 
 
 def _resolve_device(device: torch.device | str) -> torch.device:

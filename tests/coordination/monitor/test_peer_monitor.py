@@ -84,7 +84,7 @@ def test_a_query_is_answered():
 
 def test_an_answer_for_which_nobody_waits_any_more_leaves_nothing_in_the_store():
     store = MemoryStore()
-    assert StackQueries(store, 0).ask([1], 0.0) == {}
+    assert ask_where(store, [1], 0.0) == {}
     num_keys = store.num_keys()
     StackQueries(store, 1).answer()
     assert store.num_keys() == num_keys

@@ -90,8 +90,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module):
         module.__spec__ = specs[module.__name__]
+        as_it_was = dict(vars(module))
         for name in imported_by[module.__name__]:
             importlib.import_module(name)
+        vars(module).update(as_it_was)  # a submodule has taken the place of its function of the same name
         if module.__name__ == "distman._coordination.failure.hook":
             module._IMPORTED_IN = os.getpid()
         if module.__name__ == "distman.environments._registry":
