@@ -191,10 +191,13 @@ class ProcessGroupConfig:
         Raises:
             ValueError: A leaf has no size.
         """
-        for node in reversed([self.root, *self.nodes_below_root()]):
-            if children := self.children(node.name):
-                node.size = math.prod(_check_size(child.name, child.size) for child in children)
-        return _check_size(self.root.name, self.root.size)
+        return self._update(self.root)
+
+    def _update(self, node: ProcessGroupNode) -> int:
+        children = self.children(node.name)
+        if children:
+            node.size = math.prod([self._update(child) for child in children])
+        return _check_size(node.name, node.size)
 
     def __str__(self) -> str:
         return self._draw(self.root)
