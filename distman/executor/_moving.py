@@ -64,17 +64,22 @@ def _held(obj: Any) -> dict[Any, Any]:
 
 def _changing(contents: Contents) -> set[int]:
     """Return the identities of the tensors to be moved or detached, and of all that they are in."""
-    changing = {
+    waiting = [
         place
         for place, (part, _) in contents.items()
         if isinstance(part, torch.Tensor) and (part.device.type != "cpu" or part.requires_grad)
-    }
-    new = changing
-    while new:
-        new = {
-            place for place, (_, held) in contents.items() if not changing.isdisjoint(map(id, held.values()))
-        } - changing
-        changing = changing | new
+    ]
+    holders: dict[int, list[int]] = {place: [] for place in contents} if waiting else {}
+    for place, (_, held) in contents.items():
+        for value in held.values():
+            if id(value) in holders:
+                holders[id(value)].append(place)
+    changing: set[int] = set()
+    while waiting:
+        place = waiting.pop()
+        if place not in changing:
+            changing.add(place)
+            waiting += holders[place]
     return changing
 
 
