@@ -38,6 +38,7 @@ _LONG = 1 << 16  # bytes: to copy less costs less than to send it as a piece of 
 _INSTEAD = "Send large data by a collective."
 _FEW = 8  # fields: all operations on a single key have less
 _FEW_LENGTHS = [Struct(f"<{1 + num_fields}I") for num_fields in range(_FEW)]
+_FEW_HEADS = [Struct(f"<IIB{1 + num_fields}I") for num_fields in range(_FEW)]
 
 
 class TooLongError(Exception):
@@ -75,12 +76,15 @@ def unpack(packed: bytes | memoryview, at: int = 0, end: int | None = None) -> l
 
 
 def request(number: int, operation: int, fields: Sequence[bytes]) -> bytes:
-    packed = pack(fields)
-    length = _HEAD_REST + len(packed)
+    lengths = [*map(len, fields)]
+    num_fields = len(lengths)
+    length = _HEAD_REST + LENGTH.size * (1 + num_fields) + sum(lengths)
     if length > MOST_BYTES:
-        got = sum(map(len, fields))
-        raise ValueError(f"keys and values of a call must have less than {MOST_BYTES} bytes, got {got}. {_INSTEAD}")
-    return _HEAD.pack(length, number, operation) + packed
+        raise ValueError(
+            f"keys and values of a call must have less than {MOST_BYTES} bytes, got {sum(lengths)}. {_INSTEAD}"
+        )
+    head = _FEW_HEADS[num_fields] if num_fields < _FEW else Struct(f"<IIB{1 + num_fields}I")
+    return b"".join((head.pack(length, number, operation, num_fields, *lengths), *fields))
 
 
 def values(found: Sequence[bytes]) -> bytes:
