@@ -39,7 +39,6 @@ from distman.collectives._validation import (
     admitted as admitted,
     check_call as check_call,
     check_member as check_member,
-    check_shard as check_shard,
     check_sizes as check_sizes,
     normalize_dim as normalize_dim,
     resolve_group as resolve_group,

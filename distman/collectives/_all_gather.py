@@ -19,10 +19,10 @@ from distman.collectives._transport import carried
 from distman.collectives._validation import (
     GroupLike,
     check_call,
-    check_shard,
     check_sizes,
     normalize_dim,
     resolve_group,
+    shard_sizes,
 )
 
 
@@ -65,7 +65,17 @@ def all_gather_v(
                 [1, 1]])
     """
     members = resolve_group(group)
-    tensor, lengths, dim = check_shard("all_gather_v", tensor, sizes, dim, members, use_fp32=use_fp32)
+    tensor = check_call(
+        "all_gather_v",
+        tensor,
+        members,
+        free_dim=dim,
+        unites_grad=sizes is None,
+        dim=dim,
+        sizes=sizes,
+        use_fp32=use_fp32,
+    )
+    tensor, lengths, dim = shard_sizes("all_gather_v", tensor, sizes, dim, members)
     return linear(tensor, join_shards, sum_slices, lengths, dim, use_fp32, members)
 
 

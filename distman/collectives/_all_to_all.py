@@ -19,9 +19,9 @@ from distman.collectives._validation import (
     GroupLike,
     check_call,
     check_matrix,
-    check_shard,
     normalize_dim,
     resolve_group,
+    shard_sizes,
 )
 from distman.topology import split_sizes
 
@@ -168,10 +168,20 @@ def distributed_transpose(
         [(3, 4), (2, 4)]
     """
     members = resolve_group(group)
-    tensor, lengths, dim1 = check_shard("distributed_transpose", tensor, sizes, dim1, members, dim0=dim0)
+    tensor = check_call(
+        "distributed_transpose",
+        tensor,
+        members,
+        free_dim=dim1,
+        unites_grad=sizes is None,
+        dim0=dim0,
+        dim1=dim1,
+        sizes=sizes,
+    )
     dim0 = normalize_dim(dim0, tensor.ndim)
-    if dim0 == dim1:
+    if dim0 == dim1 % tensor.ndim:
         raise ValueError(f"dim0 and dim1 must be two dims, got {dim0} twice. Choose two different dims.")
+    tensor, lengths, dim1 = shard_sizes("distributed_transpose", tensor, sizes, dim1, members)
     parts = split_sizes(tensor.shape[dim0], members.size)
     tell_apart(f"sizes {lengths} and {tensor.shape[dim0]} along dim {dim0}")
     return reshard(tensor, (dim0, parts), (dim1, lengths), members)

@@ -15,11 +15,12 @@ from distman.collectives._border import DTYPES, MAX_NDIM, REFUSED, carried, rais
 from distman.collectives._exchange import all_gather_texts, broadcast_numbers
 from distman.collectives._validation import (
     GroupLike,
+    check_call,
     check_member,
-    check_shard,
     check_sizes,
     normalize_dim,
     resolve_group,
+    shard_sizes,
 )
 from distman.manager import DistributedManager
 
@@ -56,8 +57,11 @@ def gather_v(
         [(0, 2), (3, 2)]
     """
     members = resolve_group(group)
-    tensor, lengths, dim = check_shard("gather_v", tensor, sizes, dim, members, dst=dst)
+    tensor = check_call(
+        "gather_v", tensor, members, free_dim=dim, unites_grad=sizes is None, dim=dim, sizes=sizes, dst=dst
+    )
     check_member("dst", dst, members)
+    tensor, lengths, dim = shard_sizes("gather_v", tensor, sizes, dim, members)
     to_dst = [tensor.shape[dim] if rank == dst else 0 for rank in range(members.size)]
     from_all = lengths if members.rank == dst else [0] * members.size
     return reshard(tensor, (dim, to_dst), (dim, from_all), members, f"gather sizes {lengths} dst {dst}")

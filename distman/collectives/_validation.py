@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,22 +154,6 @@ def shard_sizes(
             f"dim {dim}, got {tensor.shape[dim]}. Pass the sizes that the shards have."
         )
     return tensor, lengths, dim
-
-
-def check_shard(
-    operation: str,
-    tensor: torch.Tensor,
-    sizes: Sequence[int] | None,
-    dim: int,
-    group: Group,
-    /,
-    *,
-    name: str = "tensor",
-    **details: Any,
-) -> tuple[torch.Tensor, list[int], int]:
-    """Do what :func:`check_call` does, and then :func:`shard_sizes`."""
-    tensor = check_call(operation, tensor, group, name=name, free_dim=dim, unites_grad=sizes is None, **details)
-    return shard_sizes(operation, tensor, sizes, dim, group)
 
 
 def _needs_grad(tensor: torch.Tensor) -> bool:

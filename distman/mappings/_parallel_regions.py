@@ -12,11 +12,11 @@ from distman.collectives import (
     GroupLike,
     all_reduce_sum,
     check_call,
-    check_shard,
     join_shards,
     linear,
     normalize_dim,
     resolve_group,
+    shard_sizes,
 )
 from distman.topology import split_sizes
 
@@ -149,7 +149,17 @@ def gather_from_parallel_region(
                 [0, 1, 1]])
     """
     members = resolve_group(group)
-    input, sizes, dim = check_shard("gather_from_parallel_region", input, shapes, dim, members, name="input")
+    input = check_call(
+        "gather_from_parallel_region",
+        input,
+        members,
+        name="input",
+        free_dim=dim,
+        unites_grad=shapes is None,
+        dim=dim,
+        shapes=shapes,
+    )
+    input, sizes, dim = shard_sizes("gather_from_parallel_region", input, shapes, dim, members)
     return linear(input, join_shards, _take_slice, sizes, dim, True, members)
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from distman.collectives import gather_v
+from distman.collectives import distributed_transpose, gather_v
 from distman.testing import ranks
 from tests.collectives.reference import (
     LAYOUTS,
@@ -82,3 +82,18 @@ def test_gradcheck(rank, world_size, layout):
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         gather_v(torch.ones(2), **arguments)
+
+
+@ranks(2)
+def test_wrong_arguments_of_one_rank_are_refused_before_it_sends_anything(rank):
+    mine = torch.full((2, 2), float(rank))
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"^dst must be a rank"):
+            gather_v(mine, dst=7)
+        with pytest.raises(ValueError, match=r"^dim0 must be between"):
+            distributed_transpose(mine, 5, 1)
+        with pytest.raises(ValueError, match=r"two different dims"):
+            distributed_transpose(mine, 1, 1)
+    whole = gather_v(mine, dst=1)
+    assert whole.tolist() == ([[0, 0], [0, 0], [1, 1], [1, 1]] if rank == 1 else [])
+    assert distributed_transpose(mine, 0, 1).tolist() == [[0, 0, 1, 1]]
