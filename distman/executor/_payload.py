@@ -28,7 +28,7 @@ _INLINE_BYTES = 64 * 1024
 # Below this size a copy into the pickle costs less than a buffer of its own.
 _OUT_OF_BAND_BYTES = 16 * 1024
 _ALIGNMENT = 64  # bytes; the cache line, and what vector instructions want at most
-_HEADER = struct.Struct("<BQ")
+_HEADER = struct.Struct("<BQQQ")
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
 
 
@@ -38,25 +38,32 @@ class Payload:
     # what the pickle refers to: the memory of large tensors and arrays, not yet copied
     buffers: tuple[memoryview, ...] = ()
 
-    @contextlib.contextmanager
-    def in_shared_memory(self) -> Iterator[tuple[int, int] | None]:
-        """Write it into new shared memory: the pickle with the sizes of the buffers, then these.
+    @property
+    def total_bytes(self) -> int:
+        """What ``write`` needs."""
+        head = 8 * len(self.buffers) + len(self.stream)
+        return _aligned(head) + sum(_aligned(buffer.nbytes) for buffer in self.buffers)
 
-        Lends the file descriptor, with the length of the former; None if all is to be sent in the message.
-        """
+    def write(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Write it into memory of ``total_bytes`` or more: the sizes of the buffers, the pickle, the buffers."""
+        head = struct.pack(f"<{len(self.buffers)}Q", *(buffer.nbytes for buffer in self.buffers)) + self.stream
+        memory[: len(head)] = np.frombuffer(head, np.uint8)
+        start = _aligned(len(head))
+        for buffer in self.buffers:
+            memory[start : start + buffer.nbytes] = np.frombuffer(buffer, np.uint8)
+            start += _aligned(buffer.nbytes)
+
+    @contextlib.contextmanager
+    def in_shared_memory(self) -> Iterator[int | None]:
+        """Write it into new shared memory of ``total_bytes``, and lend the file descriptor; None if it is inline."""
         if not self.buffers and len(self.stream) <= _INLINE_BYTES:
             yield None
             return
-        head = pickle.dumps((self.stream, [buffer.nbytes for buffer in self.buffers]))
-        parts = [memoryview(head), *self.buffers]
         descriptor = os.memfd_create("distman-executor")  # of any size, whatever that of /dev/shm
         try:
-            os.ftruncate(descriptor, sum(_aligned(part.nbytes) for part in parts))
-            memory, start = _map_shared_memory(descriptor), 0
-            for part in parts:
-                memory[start : start + part.nbytes] = np.frombuffer(part, np.uint8)
-                start += _aligned(part.nbytes)
-            yield descriptor, len(head)
+            os.ftruncate(descriptor, self.total_bytes)
+            self.write(_map_shared_memory(descriptor, self.total_bytes))
+            yield descriptor
         finally:
             os.close(descriptor)
 
@@ -70,7 +77,9 @@ class Kind(IntEnum):
 @dataclass
 class Message:
     kind: Kind
-    head_bytes: int  # of the shared memory; 0 if the pickle is here
+    num_buffers: int  # beside the pickle
+    stream_bytes: int  # length of the pickle
+    shared_bytes: int  # size of the shared memory; 0 if the pickle is here
     stream: bytes  # the pickle, if it is here
     descriptor: int | None  # the shared memory; ``contents`` closes it
 
@@ -79,25 +88,21 @@ class Message:
         if self.descriptor is None:
             return pickle.loads(self.stream)  # noqa: S301 - written by a process of ours
         try:
-            memory = _map_shared_memory(self.descriptor, is_private=is_private).data
+            memory = _map_shared_memory(self.descriptor, self.shared_bytes, is_private=is_private).data
         finally:
             os.close(self.descriptor)
             self.descriptor = None
-        stream, sizes = pickle.loads(memory)  # noqa: S301 - written by a process of ours
-        buffers, start = [], _aligned(self.head_bytes)
-        for size in sizes:
-            buffers.append(memory[start : start + size])  # in which its tensors and arrays live
-            start += _aligned(size)
-        return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the same
+        return _unpack(memory, self.stream_bytes, self.num_buffers)
 
 
-def send(connection: socket.socket, kind: Kind, payload: Payload, shared: tuple[int, int] | None) -> None:
+def send(connection: socket.socket, kind: Kind, payload: Payload, descriptor: int | None) -> None:
     """Send a payload, or in which shared memory it has been written; does not block if what came before was read."""
-    if shared is None:
-        connection.send(_HEADER.pack(kind, 0) + payload.stream)
+    shared_bytes = 0 if descriptor is None else payload.total_bytes
+    header = _HEADER.pack(kind, len(payload.buffers), len(payload.stream), shared_bytes)
+    if descriptor is None:
+        connection.send(header + payload.stream)
     else:
-        descriptor, head_bytes = shared
-        socket.send_fds(connection, [_HEADER.pack(kind, head_bytes)], [descriptor])
+        socket.send_fds(connection, [header], [descriptor])
 
 
 def receive(connection: socket.socket, *, waits: bool = True) -> Message | None:
@@ -109,8 +114,9 @@ def receive(connection: socket.socket, *, waits: bool = True) -> Message | None:
         return None
     if not data:
         return None
-    kind, head_bytes = _HEADER.unpack_from(data)
-    return Message(Kind(kind), head_bytes, data[_HEADER.size :], descriptors[0] if descriptors else None)
+    kind, num_buffers, stream_bytes, shared_bytes = _HEADER.unpack_from(data)
+    descriptor = descriptors[0] if descriptors else None
+    return Message(Kind(kind), num_buffers, stream_bytes, shared_bytes, data[_HEADER.size :], descriptor)
 
 
 def pack(value: object) -> Payload:
@@ -130,14 +136,26 @@ def pack(value: object) -> Payload:
     return Payload(stream, tuple(buffers))
 
 
+def _unpack(memory: memoryview, stream_bytes: int, num_buffers: int) -> Any:
+    """Return the object that ``Payload.write`` wrote there; its tensors and arrays live in that memory."""
+    sizes = struct.unpack_from(f"<{num_buffers}Q", memory)
+    start = 8 * num_buffers
+    stream = memory[start : start + stream_bytes]
+    start = _aligned(start + stream_bytes)
+    buffers = []
+    for size in sizes:
+        buffers.append(memory[start : start + size])
+        start += _aligned(size)
+    return pickle.loads(stream, buffers=buffers)  # noqa: S301 - written by a process of ours
+
+
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _map_shared_memory(descriptor: int, *, is_private: bool = False) -> npt.NDArray[np.uint8]:
+def _map_shared_memory(descriptor: int, num_bytes: int, *, is_private: bool = False) -> npt.NDArray[np.uint8]:
     """Return the memory behind a file descriptor, which may be closed before the array and its views are gone."""
     # torch maps without keeping a descriptor open; Python's mmap keeps one for each mapping.
-    num_bytes = os.fstat(descriptor).st_size
     storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", not is_private, num_bytes)
     array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
     return array

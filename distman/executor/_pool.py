@@ -54,9 +54,9 @@ class DevicePool:
             return self._ask(workers, payload)
 
     def _ask(self, workers: Sequence[DeviceWorker], payload: Payload) -> list[object]:
-        with payload.in_shared_memory() as shared:
+        with payload.in_shared_memory() as descriptor:
             for worker in workers:
-                worker.send(payload, shared)
+                worker.send(payload, descriptor)
         return _collect(workers, self._timeout)
 
     def _initialize(self, workers: Sequence[DeviceWorker]) -> None:
@@ -196,10 +196,10 @@ class DeviceWorker(WorkerProcess):
         with theirs:
             super().__init__(server, dataclasses.asdict(settings), theirs.fileno())
 
-    def send(self, payload: Payload, shared: tuple[int, int] | None) -> None:
+    def send(self, payload: Payload, descriptor: int | None) -> None:
         self.is_busy = True
         try:
-            send(self.connection, Kind.TASK, payload, shared)
+            send(self.connection, Kind.TASK, payload, descriptor)
         except (BrokenPipeError, ConnectionResetError):
             raise self.died() from None
 

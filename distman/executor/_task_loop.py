@@ -84,8 +84,8 @@ def _answer(program: socket.socket, message: Message, device: torch.device) -> i
     signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it has set must not go off in the next task
     flush_output()
     try:
-        with payload.in_shared_memory() as shared:
-            send(program, kind, payload, shared)
+        with payload.in_shared_memory() as descriptor:
+            send(program, kind, payload, descriptor)
     except (MemoryError, OSError, RuntimeError) as error:  # there is no room for a copy
         send(program, Kind.FAILURE, pack(_describe(error, "could not send its result: ")), None)
     return exit_code
