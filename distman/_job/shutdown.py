@@ -167,7 +167,7 @@ def wait_for_gloo() -> None:
 
 
 def _gloo_threads_sleep() -> Iterator[bool]:
-    for thread in Path("/proc/self/task").iterdir():
+    for thread in Path("/proc/self/task").glob("*"):  # none where /proc is hidden
         with contextlib.suppress(OSError):  # a thread may end while we look
             name, fields = stat_of(thread)
             if name.startswith(GLOO_THREADS):

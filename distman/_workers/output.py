@@ -73,7 +73,10 @@ def whole_process() -> Iterator[None]:
 
 def _end(error: BaseException | None) -> NoReturn:
     """End this process at once, with the output and the exit code that an interpreter would have after this error."""
-    if error is not None and not isinstance(error, SystemExit):
+    if isinstance(error, SystemExit):
+        if not isinstance(error.code, int | None):
+            sys.stderr.write(f"{error.code}\n")
+    elif error is not None:
         traceback.print_exception(error)
     flush_output()
     os._exit(exit_code_of(error))

@@ -178,7 +178,7 @@ def distributed_transpose(
         dim1=dim1,
         sizes=sizes,
     )
-    dim0 = normalize_dim(dim0, tensor.ndim)
+    dim0 = normalize_dim(dim0, tensor.ndim, "dim0")
     if dim0 == dim1 % tensor.ndim:
         raise ValueError(f"dim0 and dim1 must be two dims, got {dim0} twice. Choose two different dims.")
     tensor, lengths, dim1 = shard_sizes("distributed_transpose", tensor, sizes, dim1, members)

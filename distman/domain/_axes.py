@@ -141,6 +141,7 @@ class Plan(NamedTuple):
     kept: tuple[int, int, int]  # a stretch of its own shard: where it starts there and in the window, and its length
     incoming: dict[int, torch.Tensor]  # other places of the window, by the rank that has their entries
     outgoing: dict[int, torch.Tensor]  # other entries of the shard, by the rank whose window has them
+    repeated: set[int]  # ranks whose windows have some of them more than once
     beyond: torch.Tensor  # places of the window that nothing fills
 
 
@@ -158,7 +159,7 @@ def plan(windows: Windows, rank: int, device: torch.device) -> Plan:
     first = min(max(start, starts[rank]), end)
     num_kept = max(min(end, starts[rank + 1]) - first, 0)
     kept = (first - starts[rank], first - start, num_kept) if num_kept else (0, 0, 0)
-    incoming, outgoing = {}, {}
+    incoming, outgoing, repeated = {}, {}, set[int]()
     for receiver, bounds in enumerate(windows.bounds):
         is_within = bounds[0] >= 0 and bounds[1] <= starts[-1]
         if receiver != rank and is_within and (bounds[1] <= starts[rank] or bounds[0] >= starts[rank + 1]):
@@ -173,7 +174,9 @@ def plan(windows: Windows, rank: int, device: torch.device) -> Plan:
         mine = entries[owners == rank] - starts[rank]
         if len(mine):
             outgoing[receiver] = torch.from_numpy(mine).to(device)
-    return Plan(kept, incoming, outgoing, torch.from_numpy(beyond).to(device))
+        if len(np.unique(mine)) < len(mine):
+            repeated.add(receiver)
+    return Plan(kept, incoming, outgoing, repeated, torch.from_numpy(beyond).to(device))
 
 
 def places(start: int, end: int, length: int, boundary: Boundary) -> IntArray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -118,12 +119,15 @@ class OnBlocks:
     boundary: Boundary = "zeros"  # what is beyond the ends of the field
     value: float = 0  # where that is "zeros"
 
-    def forward(self, input: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
-        if output_size is not None:
-            raise self.refuse(
-                f"must be called without output_size, got {list(output_size)}: that of a block says nothing of the "
-                "field. Give the layer an output_padding"
-            )
+    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args or kwargs:
+            own: Callable[..., torch.Tensor] = super().forward  # type: ignore[misc]  # that of torch's layer
+            given = inspect.signature(own).bind(input, *args, **kwargs).arguments
+            if given.get("output_size") is not None:
+                raise self.refuse(
+                    f"must be called without output_size, got {given['output_size']}: that of a block says nothing of "
+                    "the field. Give the layer an output_padding"
+                )
         guard = self._domain.guard
         with self._domain.guarded(None):
             layout = self._layout(input, guard)
@@ -181,8 +185,10 @@ def window(
         windows = Windows(axis.sizes, tuple(bounds), boundary)
         tensor = check_call("a layer of a decomposed model", tensor, group, free_dim=dim, dim=dim, windows=windows.text)
         result = linear(tensor, fetch, deposit, dim % tensor.ndim, windows, group)
-        # What has no part in the linear map; its adjoint drops the gradients there.
-        return result.index_fill_(dim, plan(windows, group.rank, tensor.device).beyond, value) if value else result
+        if value:
+            with torch.no_grad():  # it has no part in the linear map, whose adjoint drops the gradients there
+                result.index_fill_(dim, plan(windows, group.rank, tensor.device).beyond, value)
+        return result
     (start, end), *_ = bounds
     if start >= 0 and end <= axis.length:
         return tensor.narrow(dim, start, end - start)

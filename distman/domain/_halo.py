@@ -218,7 +218,7 @@ def _windows_within(tensor: torch.Tensor, along: _Along) -> tuple[torch.Tensor, 
 def fetch(tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> torch.Tensor:
     """Return this rank's window of a dim, of which the ranks whose shards it touches send their parts."""
     tensor = still_carried(tensor, group)
-    kept, incoming, outgoing, beyond = plan(windows, group.rank, tensor.device)
+    kept, incoming, outgoing, _, beyond = plan(windows, group.rank, tensor.device)
     result = _empty(tensor, dim, windows.length(group.rank)).index_fill_(dim, beyond, 0)
     own = tensor.narrow(dim, kept[0], kept[2]), result.narrow(dim, kept[1], kept[2])
     sent = {rank: tensor.index_select(dim, entries) for rank, entries in outgoing.items()}
@@ -231,7 +231,7 @@ def fetch(tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> tor
 def deposit(tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> torch.Tensor:
     """Return this rank's shard of the sum of all windows."""
     tensor = still_carried(tensor, group)
-    kept, incoming, outgoing, _ = plan(windows, group.rank, tensor.device)
+    kept, incoming, outgoing, repeated, _ = plan(windows, group.rank, tensor.device)
     result = _empty(tensor, dim, windows.sizes[group.rank])
     before, own_result, behind = result.tensor_split([kept[0], kept[0] + kept[2]], dim)
     before.zero_()
@@ -242,12 +242,16 @@ def deposit(tensor: torch.Tensor, dim: int, windows: Windows, group: Group) -> t
     pieces = _swapped(sent, outgoing, own, dim, group, what)
     total = computable(result)
     for rank, piece in pieces:
-        entries, piece = outgoing[rank], computable(piece)
-        if total.is_cpu:
-            total.index_add_(dim, entries, piece)
-        else:  # where index_add_ adds to an entry that is named twice in any order
-            total.movedim(dim, 0).index_put_((entries,), piece.movedim(dim, 0), accumulate=True)
+        add(total, dim, outgoing[rank], computable(piece), in_order=rank in repeated and not total.is_cpu)
     return total.to(tensor.dtype)
+
+
+def add(total: torch.Tensor, dim: int, entries: torch.Tensor, piece: torch.Tensor, *, in_order: bool) -> None:
+    """Add to some entries of a dim. On a GPU, those that are named twice are added to in any order unless told."""
+    if in_order:  # which takes a copy of all
+        total.movedim(dim, 0).index_put_((entries,), piece.movedim(dim, 0), accumulate=True)
+    else:
+        total.index_add_(dim, entries, piece)
 
 
 def _swapped(

@@ -71,7 +71,7 @@ def check_dims(dim: Sequence[int] | None, s: tuple[int, ...] | None, ndim: int) 
 
 def is_same_dim(tensor: torch.Tensor, one: int | None, other: int | None) -> bool:
     """Return whether two numbers name one dim of a tensor, which need not be one that can be transformed."""
-    if one is None or other is None or not isinstance(tensor, torch.Tensor) or not tensor.dim():
+    if not (isinstance(one, int) and isinstance(other, int) and isinstance(tensor, torch.Tensor) and tensor.dim()):
         return one == other
     return one % tensor.dim() == other % tensor.dim()
 

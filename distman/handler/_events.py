@@ -233,6 +233,9 @@ class Callbacks:
         self._last: list[Callback] = []
         self._called: dict[str, list[int]] = {}  # indices, for what has happened since the latest step, or epoch
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "handler"}  # a copy is another handler's
+
     def __iter__(self) -> Iterator[Callback]:
         return iter([*self._first, *self._last])
 

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from distman.testing._environments import fake_environment
-    from distman.testing._marks import kill_rank, ranks
+    from distman.testing._faults import kill_rank
+    from distman.testing._marks import ranks
 
 __all__ = ["fake_environment", "kill_rank", "ranks"]
 
+_HOMES = {"fake_environment": "_environments", "kill_rank": "_faults", "ranks": "_marks"}  # only the marks need pytest
+
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "_environments" if name == "fake_environment" else "_marks"
-    return getattr(import_module(f"distman.testing.{home}"), name)
+    return getattr(import_module(f"distman.testing.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,11 +1,9 @@
-"""What a test of several ranks says: the decorator ``ranks``, and a fault that it makes on purpose."""
+"""The decorator ``ranks``."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
-import signal as signals
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -119,24 +117,3 @@ def _hide_parameters(function: FunctionType, spec: RanksSpec) -> RanksSpec:
     seen = [parameter for name, parameter in signature.parameters.items() if name not in own]
     function.__signature__ = signature.replace(parameters=seen)  # type: ignore[attr-defined]
     return replace(spec, parameters=own)
-
-
-def kill_rank(rank: int, *, signal: int = signals.SIGKILL) -> None:
-    """Send this process a signal if it is ``rank``; do nothing on the other ranks.
-
-    Local. Every rank may call it; the rank is read from the variable ``RANK``. A test that kills a rank says
-    so, ``@ranks(3, dies=[1])``, or fails.
-
-    Args:
-        rank: The rank that gets the signal.
-        signal: The signal, by default the one that nothing can catch.
-
-    Example:
-        >>> @ranks(3, dies=[1])
-        ... def test_survivors_get_an_error():
-        ...     kill_rank(1)
-        ...     with pytest.raises(RuntimeError):
-        ...         torch.distributed.barrier()
-    """
-    if os.environ.get("RANK") == str(rank):
-        os.kill(os.getpid(), signal)

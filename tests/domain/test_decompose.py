@@ -375,6 +375,9 @@ def test_an_output_size_of_a_block_is_refused():
 
     with pytest.raises(ValueError, match=r"must be called without output_size, got \[10\]"):
         decompose(Enlarged(), {-1: "world"})(torch.ones(1, 1, 4))
+    layer = decompose(nn.Sequential(nn.Conv1d(1, 1, 3)), {-1: "world"})[0]
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        layer(torch.ones(1, 1, 4), [10])
 
 
 @ranks(1, 2)

@@ -1,4 +1,6 @@
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -236,6 +238,17 @@ def test_a_handler_that_predicts_computes_no_gradient(mode):
         assert outputs.shape == (4, 1)
     NNHandler(Hooked).predict(torch.ones(4, 1))
     assert not calls
+
+
+def test_a_handler_that_has_trained_is_pickled_and_copied():
+    handler = make_handler(8)
+    handler.add_callback(Recorder([]))
+    handler.train(1)
+    expected = handler.predict(regression().tensors[0])
+    for other in (pickle.loads(pickle.dumps(handler)), copy.deepcopy(handler)):  # noqa: S301 - made here
+        assert torch.equal(other.predict(regression().tensors[0]), expected)
+        other.train(2)
+        assert len(other.history["loss"]) == 2
 
 
 @ranks(1, 2)

@@ -131,3 +131,20 @@ def test_torchrun_restarts_on_the_same_store(preloaded_torchrun):
     finished = preloaded_torchrun.run(SCRIPTS / "restarted.py", ranks=2, options=options, timeout=LIMIT)
     assert finished.returncode == 0
     assert finished.lines == ["rank 0 finished attempt 1 with 2", "rank 1 finished attempt 1 with 2"]
+
+
+OF_ANOTHER_JOB = """
+from distman import DistributedManager, RankFailedError
+raise RankFailedError(rank=5, host="other", pid=7, error_type="ValueError", error_text="inner", traceback_text="")
+"""
+
+
+def test_a_rank_that_raises_the_failure_of_another_job_is_the_one_that_is_named(free_port, tmp_path):
+    """Such as one that it has run to prepare data."""
+    (tmp_path / "prepare.py").write_text(OF_ANOTHER_JOB)
+    with ExitStack() as stack:
+        waiting = stack.enter_context(start([PYTHON, RAISE, "after", "7"], env=bare(0, 2, free_port)))
+        failing = stack.enter_context(start([PYTHON, "prepare.py"], env=bare(1, 2, free_port), cwd=tmp_path))
+        assert failing.wait(timeout=LIMIT).returncode == 1
+        finished = waiting.wait(timeout=LIMIT)
+    assert finished.stderr.endswith("JobFailed: rank 1 (other, pid 7) inner\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -35,13 +36,14 @@ def tell_of(error: BaseException) -> Callable[[], object]:
         return lambda: None
     environment = detect(os.environ).environment
     abort_job_after(error, environment)
-    record = FailureRecord.of(error, environment.rank)
+    record = FailureRecord.of(error, environment.rank)  # which may be that of a job that this rank has run
+    own = dataclasses.replace(record, rank=environment.rank)
     # A user who pressed Ctrl-C wants it to end.
     patience = 0.0 if isinstance(error, KeyboardInterrupt) else timing.EARLY_FAILURE
 
     def tell() -> None:
         ending = ending_of(environment)
-        if not tell_waiting_ranks(record, environment, os.environ, patience) and ending is not None:
+        if not tell_waiting_ranks(own, environment, os.environ, patience) and ending is not None:
             hook.end_job_at_exit(ending)
 
     wait = begin(tell)  # while the error is printed
