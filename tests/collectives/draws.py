@@ -201,7 +201,7 @@ def reduce_fused(draw):
 
 
 def transform(draw):
-    rows, columns = draw.randint(1, 400), draw.randint(1, 60)
+    rows, columns = draw.randint(1, 400), draw.randint(2, 60)  # half of a spectrum of one column is that of no signal
     sizes = draw.cut(rows)
     own, whole = draw.choice(
         [
